@@ -1,0 +1,45 @@
+"""gdeq: deep equilibrium models whose gradients are fast and whose error is known."""
+
+from gdeq.fixed_point import fixed_point
+from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured, Unrolled
+from gdeq.layer import DEQ
+from gdeq.regularize import (
+    VariationalDropout,
+    hold,
+    jacobian_penalty,
+    spectral_radius,
+    weight_norm,
+)
+from gdeq.solution import BackwardRecord, Solution, Status
+from gdeq.solve import solve
+from gdeq.solvers import GMRES, Anderson, Broyden, Picard, Solver
+from gdeq.state import StateError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DEQ",
+    "GDEQ",
+    "GMRES",
+    "JFB",
+    "NPG",
+    "Anderson",
+    "BackwardRecord",
+    "Broyden",
+    "Gradient",
+    "Implicit",
+    "Measured",
+    "Picard",
+    "Solution",
+    "Solver",
+    "StateError",
+    "Status",
+    "Unrolled",
+    "VariationalDropout",
+    "fixed_point",
+    "hold",
+    "jacobian_penalty",
+    "solve",
+    "spectral_radius",
+    "weight_norm",
+]

@@ -1,0 +1,263 @@
+"""`fixed_point`: a solve whose result carries gradients.
+
+The solve itself runs without autograd.  Then f is evaluated once more, with autograd, at the
+solution, and two small nodes are put around that evaluation:
+
+    z* --> [input] --> f --> [output] --> z* again, now with gradients
+
+In the backward pass the output node turns v = ∂ℓ/∂z* into w (`gdeq.gradients`) and hands w to that
+evaluation of f, from where PyTorch takes it to everything that f closes over.  On the way the pass
+also brings Jᵀw to the input node, and the output node sends v − w there, so that what arrives is
+
+    r = v − w + Jᵀw = v − (I − Jᵀ) w,
+
+the residual of the adjoint equation: the error of the gradient is measured in passing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdeq.gradients import GDEQ, Gradient, Implicit, Unrolled, relative_norm
+from gdeq.operators import norm
+from gdeq.options import describe
+from gdeq.solution import BackwardRecord, Cotangent, Solution, Status
+from gdeq.solve import check_solver, solve_space
+from gdeq.solvers.base import Solver, select
+from gdeq.solvers.broyden import Broyden
+from gdeq.state import State, StateSpace, Vectorized, full_precision
+
+
+@dataclass
+class _Link:
+    """What the nodes around one evaluation of f share.  Must not hold z: that would be a cycle."""
+
+    gradient: Gradient
+    solution: Solution
+    v: Tensor | None = None  # (batch, d) of the backward pass under way
+    noise: Tensor | None = None  # (batch,) the residual norm that its w leaves behind
+
+
+class _Input(torch.autograd.Function):
+    """z as f sees it.  Takes gradients but passes none on: z* does not depend on z0."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, z: Tensor, link: _Link) -> Tensor:
+        ctx.link = link
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, r: Tensor) -> tuple[None, None, None]:
+        link: _Link = ctx.link
+        if link.v is not None:
+            link.solution.record.residual = relative_norm(r, link.v)
+            link.v = None
+        return None, None, None
+
+
+class _Output(torch.autograd.Function):
+    """The fixed point as a function of f's output and input."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, out: Tensor, z_in: Tensor | None, link: _Link) -> Tensor:
+        ctx.link = link
+        ctx.save_for_backward(out, z_in)
+        return z.clone()  # the user may change it in place; f's graph and the record hold z
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> tuple[Any, ...]:
+        link: _Link = ctx.link
+        again = torch.is_grad_enabled()  # the caller asked for create_graph=True
+        if again:
+            _check_second_order(link.gradient)
+        out, z_in = ctx.saved_tensors
+        with full_precision(v.device):
+            if z_in is None:
+                found = link.gradient.cotangent(v, _no_vjp, link.solution)
+                link.solution.record.write(link.gradient, found)
+                return None, found.w, None, None
+            with torch.no_grad():
+                found = link.gradient.cotangent(v, _vjp(out, z_in), link.solution)
+            link.solution.record.write(link.gradient, found)
+            link.v, link.noise = v.detach(), _noise(found, v.detach())
+            w = found.w
+            if again:
+                # w solves w = v + Jᵀw, a fixed point too: attach it as one, and it has derivatives.
+                assert isinstance(link.gradient, Implicit)
+                inner = replace(link.gradient, double_backward=False, precondition=False)
+                product = _vjp(out, z_in, create_graph=True)
+                unseen = replace(link.solution, inverse=None, record=BackwardRecord())
+                w = _attach(lambda u: v + product(u), w, inner, unseen)
+            return None, w, v - w, None
+
+
+class _Remainder(torch.autograd.Function):
+    """z* as f's input when second derivatives are wanted: a fixed point itself.
+
+    What arrives here is the residual of the output node's w plus, in the second of two backward
+    passes, the dependence of the first gradient on z*.  Only the latter is passed on, through an
+    evaluation of f of its own: the other one's graph may be freed by now.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, out: Tensor, z_in: Tensor, link: _Link) -> Tensor:
+        ctx.link = link
+        ctx.save_for_backward(out, z_in)
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx: Any, r: Tensor) -> tuple[Any, ...]:
+        link: _Link = ctx.link
+        noise, link.noise, link.v = link.noise, None, None
+        with full_precision(r.device):
+            if noise is not None:
+                matters = norm(r) > 10 * noise
+                if not bool(matters.any()):
+                    return None, None, None, None
+                r = select(matters, r, torch.zeros_like(r))
+            if torch.is_grad_enabled():
+                raise RuntimeError("gdeq.Implicit has first and second derivatives, no third")
+            out, z_in = ctx.saved_tensors
+            w = link.gradient.cotangent(r, _vjp(out, z_in), link.solution).w
+            return None, w, None, None
+
+
+def _vjp(out: Tensor, z_in: Tensor, create_graph: bool = False) -> Vectorized:
+    """u ↦ Jᵀu through the graph that leads from z_in to out."""
+
+    def product(u: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
+        (found,) = torch.autograd.grad(
+            out, z_in, u, retain_graph=True, create_graph=create_graph, allow_unused=True
+        )
+        return torch.zeros_like(u) if found is None else found  # f may ignore z
+
+    return product
+
+
+def _no_vjp(u: Tensor) -> Tensor:
+    raise RuntimeError("this gradient method asked for a VJP although its uses_vjp is False")
+
+
+def _noise(found: Cotangent, v: Tensor) -> Tensor | None:  # -> (batch,)
+    """The norm of the residual that this w leaves, rounding included."""
+    if found.residual is None:
+        return None
+    eps = torch.finfo(v.dtype).eps
+    return found.residual * norm(v) + 10 * eps * (norm(v) + norm(found.w))
+
+
+def _check_second_order(gradient: Gradient) -> None:
+    if gradient.second_order:
+        return
+    if isinstance(gradient, Implicit):
+        raise RuntimeError(
+            "this Implicit was made with double_backward=False, or a third derivative was asked "
+            "for; use gdeq.Implicit() for second derivatives"
+        )
+    raise RuntimeError(
+        f"{type(gradient).__name__} is an approximate gradient without a derivative of its own; "
+        "for create_graph=True (double backward) use gdeq.Implicit(), JFB() or Unrolled()"
+    )
+
+
+def _attach(f: Vectorized, z: Tensor, gradient: Gradient, solution: Solution) -> Tensor:
+    """z, with gradients to all that f closes over.  z: (batch, d), a fixed point of f."""
+    link = _Link(gradient, solution)
+    with torch.enable_grad():
+        if not gradient.uses_vjp:
+            out = f(z)
+            return _Output.apply(z, out, None, link) if out.requires_grad else z
+        token = torch.zeros((), device=z.device, requires_grad=True)
+        z_in = _Input.apply(token, z, link)
+        out = f(z_in)
+        if not out.requires_grad:
+            return z  # f is a constant: nothing to differentiate
+        if isinstance(gradient, Implicit) and gradient.double_backward:
+            z_in = _Remainder.apply(z, out, z_in, link)
+            out = f(z_in)
+        return _Output.apply(z, out, z_in, link)
+
+
+@torch.compiler.disable
+def fixed_point(
+    f: Callable[[State], State],
+    z0: State,
+    solver: Solver | None = Broyden(),  # noqa: B008 (frozen)
+    gradient: Gradient = GDEQ(),  # noqa: B008 (frozen)
+) -> Solution:
+    """Find z = f(z) from ``z0``; ``.z`` of the result carries gradients to all that f closes over.
+
+    f: takes and returns a state, a tensor ``(batch, ...)`` or any nesting of tuples, lists and
+        dicts of them.  It must be the same function at every call (see `gdeq.hold` for dropout).
+    solver: finds the fixed point; None, for `Unrolled` alone, starts from z0 as it is.
+    gradient: how ∂ℓ/∂z becomes a gradient; `Implicit` is exact, `GDEQ` reuses Broyden's inverse.
+    """
+    check_pair(solver, gradient)
+    space = StateSpace(z0)
+    on_vectors = space.vectorize(f)
+    start = space.start(z0)
+    if isinstance(gradient, Unrolled):
+        return _unrolled(on_vectors, start, space, solver, gradient)
+    assert solver is not None
+    z, solution = solve_space(on_vectors, start.detach(), space, solver)
+    if not torch.is_grad_enabled():
+        return solution
+    # Autocast keeps the half-precision copies of weights that it made without autograd in the
+    # solve; used again, they would cut the weights off from their gradients.
+    torch.clear_autocast_cache()
+    with full_precision(space.device):
+        z = _attach(on_vectors, z, gradient, solution)
+    return replace(solution, z=space.unpack(z))
+
+
+def _unrolled(
+    f: Vectorized, z: Tensor, space: StateSpace, solver: Solver | None, gradient: Unrolled
+) -> Solution:
+    solution = None
+    if solver is not None:
+        z, solution = solve_space(f, z.detach(), space, solver)
+        torch.clear_autocast_cache()
+    with full_precision(space.device):
+        z, residuals = gradient.unroll(f, z)
+    if solution is not None:
+        evals = solution.evals + gradient.steps
+        return replace(solution, z=space.unpack(z), residual=residuals[-1], evals=evals)
+    batch = residuals[-1].shape
+    steps = torch.full(batch, gradient.steps, device=space.device)
+    return Solution(
+        z=space.unpack(z),
+        converged=torch.zeros(batch, dtype=torch.bool, device=space.device),
+        residual=residuals[-1],
+        steps=steps,
+        trace=torch.stack(residuals),
+        evals=gradient.steps,
+        inverse=None,
+        codes=torch.full_like(steps, Status.UNROLLED),
+        precision=space.precision(),
+    )
+
+
+def check_pair(solver: Solver | None, gradient: Gradient) -> None:
+    """Raise where this solver and this gradient cannot work together."""
+    if not isinstance(gradient, Gradient):
+        raise TypeError(
+            f"gradient must be a gradient such as gdeq.GDEQ(), got {describe(gradient)}"
+        )
+    if solver is None:
+        if not isinstance(gradient, Unrolled):
+            raise ValueError(
+                "solver=None (no solve) works with gdeq.Unrolled alone; "
+                "give a solver such as gdeq.Broyden()"
+            )
+        return
+    check_solver(solver)
+    if gradient.uses_inverse and not solver.keeps_inverse:
+        raise ValueError(
+            f"{type(gradient).__name__} reuses the inverse that Broyden's method builds, and "
+            f"{type(solver).__name__} builds none; use gdeq.Broyden(), or another gradient"
+        )

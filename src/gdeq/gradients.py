@@ -1,0 +1,274 @@
+"""The paper in one file: ways to turn v = ∂ℓ/∂z* into w, exactly or nearly.
+
+Differentiating z* = f(z*, θ) gives ∂ℓ/∂θ = (∂f/∂θ)ᵀ w with
+
+    (I − J)ᵀ w = v,        J = ∂f/∂z at z*.                                    (paper, Eq. 2)
+
+A gradient method is an object with `cotangent(v, vjp, solution)`: given v, the product u ↦ Jᵀu and
+the forward solution, it returns w.  What follows from w, the pass through f to the parameters, is
+the same for all of them and done by `gdeq.fixed_point`.  All vectors here are ``(batch, d)``.
+
+How good a w is can be told from its residual r = v − (I − Jᵀ)w: one product with Jᵀ measures it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gdeq.operators import LowRankInverse, norm
+from gdeq.options import check_flag, check_integer, check_real, check_type, options
+from gdeq.solution import Cotangent, Solution
+from gdeq.solve import check_solver, iterate
+from gdeq.solvers.base import Solver, select
+from gdeq.solvers.broyden import Broyden
+from gdeq.state import Vectorized
+
+
+class Gradient:
+    """Base of all gradient methods."""
+
+    uses_vjp: ClassVar[bool] = True  # asks for products with Jᵀ
+    uses_inverse: ClassVar[bool] = False  # asks for the inverse that the forward solver built
+    second_order: ClassVar[bool] = False  # has a derivative itself (double backward)
+
+    def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
+        raise NotImplementedError
+
+
+@options
+class JFB(Gradient):
+    """Jacobian-free backpropagation (Fung et al. 2021): w = v, as if J were zero."""
+
+    uses_vjp: ClassVar[bool] = False
+    second_order: ClassVar[bool] = True  # that of f, with z* held constant
+
+    def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
+        return Cotangent(v, 0)
+
+
+@options
+class NPG(Gradient):
+    """Neumann-series phantom gradient (Geng et al. 2021), as the paper writes it.
+
+        w = λ Σ_{i=0}^{k−1} (Mᵀ)ⁱ v,        M = λJ + (1 − λ)I
+
+    steps: k, which costs k − 1 VJPs.
+    damping: λ in (0, 1].  λ = 1 is the plain Neumann series.
+    """
+
+    steps: int = 5
+    damping: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_integer(self, "steps", 1)
+        check_real(self, "damping", 0.0, 1.0, open_low=True)
+
+    def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
+        term, total = v, v
+        for _ in range(self.steps - 1):
+            term = self.damping * vjp(term) + (1 - self.damping) * term
+            total = total + term
+        return Cotangent(self.damping * total, self.steps - 1)
+
+
+@options
+class Implicit(Gradient):
+    """The exact gradient: solve w = v + Jᵀw, a fixed point in w, started at v.
+
+    solver: any solver; its ``tol`` bounds ‖(I − Jᵀ)w − v‖/‖v‖.  `GMRES` needs the fewest VJPs.
+    precondition: start from GDEQ's w and hand the solver (`Broyden`, `GMRES`) the transposed
+        inverse that the forward solve built, instead of the identity.
+    double_backward: allow second derivatives.  They need f's graph a second time: one more
+        evaluation of f, and its activations, in every forward pass.  Switch it off to save both.
+    """
+
+    solver: Solver = field(default_factory=lambda: Broyden(max_iter=20, tol=1e-6))
+    precondition: bool = field(default=False, kw_only=True)
+    double_backward: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_type(self, "solver", Solver, "a solver such as gdeq.Broyden(max_iter=20, tol=1e-6)")
+        check_solver(self.solver, linear=True)
+        check_flag(self, "precondition")
+        check_flag(self, "double_backward")
+
+    @property
+    def uses_inverse(self) -> bool:  # type: ignore[override]
+        return self.precondition
+
+    @property
+    def second_order(self) -> bool:  # type: ignore[override]
+        return self.double_backward
+
+    def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
+        inverse = forward_inverse(solution).T if self.precondition else None
+        found = iterate(
+            lambda w: v + vjp(w),
+            -inverse.matvec(v) if inverse else v,
+            self.solver,
+            precision=solution.precision,
+            right=v,
+            inverse=inverse,
+        )
+        residual = relative_norm(found.g, v)
+        return Cotangent(found.z, found.evals, residual, found.converged)
+
+
+@options
+class GDEQ(Gradient):
+    """Reuse Broyden's inverse of the forward pass: w = −B_T⁻ᵀ v, no VJP at all.
+
+    B_T⁻¹ ≈ (J − I)⁻¹ = −(I − J)⁻¹, so (I − J)⁻ᵀ v ≈ −B_T⁻ᵀ v.
+
+    It is good in the directions that the forward iterates explored and close to JFB elsewhere.
+    Beyond the paper, Broyden's method on the adjoint equation can go on from there.  With
+    h(w) = v + Jᵀw its root function h(w) − w has the Jacobian Jᵀ − I = (J − I)ᵀ, whose inverse
+    estimate is B_T⁻ᵀ: the *transpose* of what the forward pass left.  (Minimising the residual
+    over the same VJPs, as GMRES does, gives a smaller residual but a larger error of w: see
+    benchmarks/gradients.py.)
+
+    refine: spend exactly this many VJPs on it.
+    tolerance: measure ‖(I − Jᵀ)w − v‖/‖v‖ with one VJP and refine only the samples above this,
+        with at most ``max_refine`` more (10 unless given).  A sample that stays above it and is
+        worse than JFB uses JFB's w (one more VJP, only if a sample stays above).
+    """
+
+    refine: int = 0
+    tolerance: float | None = None
+    max_refine: int | None = None
+
+    def __post_init__(self) -> None:
+        check_integer(self, "refine", 0)
+        if self.tolerance is None:
+            if self.max_refine is not None:
+                raise ValueError("GDEQ.max_refine needs a tolerance; for a fixed number use refine")
+            return
+        if self.refine:
+            raise ValueError("give GDEQ either refine (fixed) or tolerance (adaptive), not both")
+        check_real(self, "tolerance", 0.0, open_low=True)
+        if self.max_refine is None:
+            object.__setattr__(self, "max_refine", 10)
+        check_integer(self, "max_refine", 1)
+
+    uses_inverse: ClassVar[bool] = True
+
+    @property
+    def uses_vjp(self) -> bool:  # type: ignore[override]
+        return self.refine > 0 or self.tolerance is not None
+
+    def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
+        inverse = forward_inverse(solution)
+        w = -inverse.rmatvec(v)
+        if self.refine:
+            return self._refine(w, v, vjp, solution, inverse)
+        if self.tolerance is not None:
+            return self._refine_where_needed(w, v, vjp, solution, inverse)
+        return Cotangent(w, 0)
+
+    def _refine(
+        self, w: Tensor, v: Tensor, vjp: Vectorized, solution: Solution, inverse: LowRankInverse
+    ) -> Cotangent:
+        found = iterate(
+            lambda w: v + vjp(w),
+            w,
+            Broyden(max_iter=self.refine, tol=0.0),
+            max_steps=self.refine - 1,
+            precision=solution.precision,
+            right=v,
+            inverse=inverse.T,
+        )
+        assert found.inverse is not None
+        # The last VJP pays for one more step; the pass through f measures where it led.
+        return Cotangent(found.z - found.inverse.matvec(found.g), found.evals)
+
+    def _refine_where_needed(
+        self, w: Tensor, v: Tensor, vjp: Vectorized, solution: Solution, inverse: LowRankInverse
+    ) -> Cotangent:
+        assert self.tolerance is not None
+        assert self.max_refine is not None
+        found = iterate(
+            lambda w: v + vjp(w),
+            w,
+            Broyden(max_iter=self.max_refine, tol=self.tolerance),
+            precision=solution.precision,
+            right=v,
+            inverse=inverse.T,
+        )
+        w, vjps, residual = found.z, found.evals, relative_norm(found.g, v)
+        fell_back = torch.zeros_like(found.converged)
+        if not bool(found.converged.all()):
+            # JFB's w is v, and its residual v − (I − Jᵀ)v = Jᵀv.
+            jfb_residual = relative_norm(vjp(v), v)
+            vjps += 1
+            fell_back = ~found.converged & ~(residual <= jfb_residual)
+            w = select(fell_back, v, w)
+            residual = torch.where(fell_back, jfb_residual, residual)
+        return Cotangent(w, vjps, residual, residual <= self.tolerance, fell_back)
+
+
+@options
+class Measured(Gradient):
+    """Another gradient, with its residual measured (for `JFB` and plain `GDEQ`, which need no J).
+
+    The products with Jᵀ come with the pass through f that follows anyway; the cost is that this
+    pass goes down to z as well, a fraction of one evaluation.
+    """
+
+    gradient: Gradient
+
+    def __post_init__(self) -> None:
+        check_type(self, "gradient", Gradient, "a gradient such as gdeq.GDEQ()")
+        if isinstance(self.gradient, Unrolled):
+            raise ValueError("Unrolled solves no adjoint equation, so it has no residual")
+
+    @property
+    def uses_inverse(self) -> bool:  # type: ignore[override]
+        return self.gradient.uses_inverse
+
+    def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
+        return self.gradient.cotangent(v, vjp, solution)
+
+
+@options
+class Unrolled(Gradient):
+    """Weight-tied unrolling through autograd: z ← (1 − λ) z + λ f(z), ``steps`` times.
+
+    After a solve, from z*, it is the unrolled phantom gradient of the peers.  With ``solver=None``
+    it starts from z0 and is the pre-training of the paper.  Memory grows with ``steps``.
+
+    damping: λ in (0, 1]; 1 is the plain iteration.
+    """
+
+    steps: int = 5
+    damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_integer(self, "steps", 1)
+        check_real(self, "damping", 0.0, 1.0, open_low=True)
+
+    def unroll(self, f: Vectorized, z: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The last z with its graph, and the relative residual at each z that f was given."""
+        trace = []
+        for _ in range(self.steps):
+            g = f(z) - z
+            with torch.no_grad():
+                size = torch.maximum(norm(z + g), norm(z))
+                trace.append(torch.where(size > 0, norm(g) / size, size))
+            z = z + self.damping * g
+        return z, trace
+
+
+def forward_inverse(solution: Solution) -> LowRankInverse:
+    if solution.inverse is None:
+        raise ValueError("the forward solver left no inverse to reuse; solve with gdeq.Broyden")
+    return solution.inverse.vectors
+
+
+def relative_norm(r: Tensor, v: Tensor) -> Tensor:  # (batch, d), (batch, d) -> (batch,)
+    """‖r‖/‖v‖, and 0 for 0/0: a sample that the loss ignores has no error."""
+    size = norm(r)
+    return torch.where(size > 0, size / norm(v), size)

@@ -1,0 +1,78 @@
+"""`DEQ`: an equilibrium layer around the user's cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gdeq.fixed_point import check_pair, fixed_point
+from gdeq.gradients import GDEQ, Gradient
+from gdeq.options import describe
+from gdeq.regularize import hold
+from gdeq.solution import Solution
+from gdeq.solvers.base import Solver
+from gdeq.solvers.broyden import Broyden
+from gdeq.state import State, copied
+
+
+class DEQ(nn.Module):
+    """z = cell(z, x), solved.
+
+    cell: a module or function ``cell(z, x, ...)`` that returns a new z of the same form.
+    solver, gradient: may be replaced at any time (pre-train with ``Unrolled``, then switch).
+
+    ``z0`` is taken from the call; else from ``cell.initial_state(x, ...)`` where the cell has such
+    a method; else it is zeros like x.  ``solution`` is the record of the last call (its z is
+    detached; it keeps the solver's inverse in memory until the next call).
+    """
+
+    def __init__(
+        self,
+        cell: Callable[..., State],
+        solver: Solver | None = Broyden(max_iter=18, tol=1e-3),  # noqa: B008 (frozen)
+        gradient: Gradient = GDEQ(),  # noqa: B008 (frozen)
+    ) -> None:
+        super().__init__()
+        if not callable(cell) or isinstance(cell, type):
+            raise TypeError(f"cell must be a module or function cell(z, x), got {describe(cell)}")
+        check_pair(solver, gradient)
+        self.cell = cell
+        self.solver = solver
+        self.gradient = gradient
+        self.solution: Solution | None = None
+
+    @torch.compiler.disable
+    def forward(self, *inputs: Any, z0: State = None, **options: Any) -> State:
+        self.solution = None  # frees the last call's inverse before this one grows
+        if z0 is None:
+            z0 = self._initial_state(*inputs, **options)
+        with hold(self.cell):
+            solution = fixed_point(
+                lambda z: self.cell(z, *inputs, **options), z0, self.solver, self.gradient
+            )
+        # A copy: it stays what it is when the caller works on the output in place.
+        self.solution = replace(solution, z=copied(solution.z))
+        return solution.z
+
+    def _initial_state(self, *inputs: Any, **options: Any) -> State:
+        make = getattr(self.cell, "initial_state", None)
+        if make is not None:
+            return make(*inputs, **options)
+        x = inputs[0] if inputs else None
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0:
+            return torch.zeros_like(x)
+        raise ValueError(
+            "the shape of the state is not known: call deq(x, z0=...), or give the cell a method "
+            "initial_state(x) that returns one (without either, zeros like a tensor x are used)"
+        )
+
+    def extra_repr(self) -> str:
+        return f"solver={self.solver}, gradient={self.gradient}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The record is of one call; copies and pickles of the layer start without it.
+        return {**super().__getstate__(), "solution": None}

@@ -1,0 +1,82 @@
+"""Frozen option objects: a wrong name, type or value raises when the object is made."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import math
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar, dataclass_transform
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True)
+def options(cls: type[T]) -> type[T]:
+    """A frozen dataclass whose constructor names the nearest right option for an unknown one."""
+    made: Any = dataclass(frozen=True)(cls)
+    build = made.__init__
+    names = [f.name for f in fields(made) if f.init]
+
+    @functools.wraps(build)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for key in kwargs:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                listed = ", ".join(names) or "none"
+                raise TypeError(f"{made.__name__} has no option {key!r}{hint} (options: {listed})")
+        build(self, *args, **kwargs)
+
+    made.__init__ = checked
+    return made
+
+
+def check_integer(owner: object, name: str, minimum: int) -> None:
+    value = getattr(owner, name)
+    where = f"{type(owner).__name__}.{name}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{where} must be an integer, got {value!r}")
+    if value < minimum:
+        raise ValueError(f"{where} must be at least {minimum}, got {value}")
+
+
+def check_real(
+    owner: object, name: str, low: float, high: float = math.inf, *, open_low: bool = False
+) -> None:
+    value = getattr(owner, name)
+    where = f"{type(owner).__name__}.{name}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{where} must be a number, got {value!r}")
+    if not math.isfinite(value) or value < low or value > high or (open_low and value == low):
+        left = f"above {low:g}" if open_low else f"at least {low:g}"
+        right = "" if high == math.inf else f" and at most {high:g}"
+        raise ValueError(f"{where} must be {left}{right}, got {value!r}")
+
+
+def check_flag(owner: object, name: str) -> None:
+    value = getattr(owner, name)
+    if not isinstance(value, bool):
+        raise TypeError(f"{type(owner).__name__}.{name} must be True or False, got {value!r}")
+
+
+def check_choice(owner: object, name: str, choices: tuple[str, ...]) -> None:
+    value = getattr(owner, name)
+    if value not in choices:
+        listed = " or ".join(repr(c) for c in choices)
+        kind: type[Exception] = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"{type(owner).__name__}.{name} must be {listed}, got {value!r}")
+
+
+def check_type(owner: object, name: str, kind: type | tuple[type, ...], example: str) -> None:
+    value = getattr(owner, name)
+    if not isinstance(value, kind):
+        raise TypeError(f"{type(owner).__name__}.{name} must be {example}, got {describe(value)}")
+
+
+def describe(value: object) -> str:
+    """What was passed, for an error message: forgetting the brackets is the common slip."""
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself; write {value.__name__}()"
+    text = repr(value)
+    return text if len(text) <= 80 else f"a {type(value).__name__}"

@@ -1,0 +1,136 @@
+"""What a solve returns, and what a backward pass adds to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from torch import Tensor
+
+from gdeq.operators import StateInverse
+from gdeq.state import State
+
+
+class Status(IntEnum):
+    """How a sample's solve ended; prints as a sentence."""
+
+    RUNNING = 0
+    CONVERGED = 1
+    MAX_STEPS = 2
+    ROUNDING = 3
+    STALLED = 4
+    DIVERGED = 5
+    NONFINITE = 6
+    NONFINITE_START = 7
+    UNROLLED = 8
+
+    def __str__(self) -> str:
+        return _SENTENCES[self]
+
+
+_SENTENCES = {
+    Status.RUNNING: "still running",
+    Status.CONVERGED: "converged: the residual is within the tolerance",
+    Status.MAX_STEPS: "not converged: the solver ran out of steps (raise max_iter or tol)",
+    Status.ROUNDING: "stopped at the rounding level of the dtype, above the tolerance "
+    "(raise tol, or compute f in a wider dtype)",
+    Status.STALLED: "not converged: f(z) - z stays the same however z moves; f seems to have no "
+    "fixed point (is it z plus a constant?)",
+    Status.DIVERGED: "diverged: the residual is larger than at the start; the best iterate seen "
+    "is returned (f may not be contractive: try damping, a line search or a regulariser)",
+    Status.NONFINITE: "stopped: f returned NaN or infinity; an earlier iterate is returned",
+    Status.NONFINITE_START: "failed: f returned NaN or infinity at the first call; z0 is returned "
+    "(check the inputs and parameters of f for this sample)",
+    Status.UNROLLED: "unrolled for a fixed number of steps; convergence was not asked for",
+}
+
+
+@dataclass
+class Cotangent:
+    """What a gradient method returns: w, and what is known about it."""
+
+    w: Tensor  # (batch, d)
+    vjps: int  # products with Jᵀ spent
+    residual: Tensor | None = None  # (batch,) ‖v − (I − Jᵀ)w‖ / ‖v‖ where measured
+    converged: Tensor | None = None  # (batch,)
+    fell_back: Tensor | None = None  # (batch,)
+
+
+@dataclass
+class BackwardRecord:
+    """What the last backward pass through this solution did.
+
+    ``residual`` is ‖(I − Jᵀ)w − v‖/‖v‖ per sample, None where it was not measured.
+    """
+
+    gradient: str = ""
+    vjps: int = 0  # products with Jᵀ spent on w; the pass through f to the parameters not counted
+    residual: Tensor | None = None  # (batch,)
+    converged: Tensor | None = None  # (batch,), where there was a tolerance
+    fell_back: Tensor | None = None  # (batch,): used JFB's gradient because their own was worse
+    done: bool = False
+
+    def write(self, gradient: object, found: Cotangent) -> None:
+        """Take over what a gradient method reports."""
+        self.gradient = type(gradient).__name__
+        self.vjps, self.residual = found.vjps, found.residual
+        self.converged, self.fell_back = found.converged, found.fell_back
+        self.done = True
+
+    def __str__(self) -> str:
+        if not self.done:
+            return "no backward pass yet"
+        text = f"{self.gradient}: {self.vjps} VJPs"
+        if self.residual is None:
+            text += ", residual not measured"
+        elif self.residual.numel():
+            text += f", residual at most {self.residual.max().item():.1e}"
+        if self.converged is not None:
+            text += f", {int((~self.converged).sum())} samples above the tolerance"
+        if self.fell_back is not None:
+            text += f", {int(self.fell_back.sum())} fell back to JFB"
+        return text
+
+
+@dataclass
+class Solution:
+    """A fixed point and how it was found.  Per-sample fields are tensors on the state's device."""
+
+    z: State
+    converged: Tensor  # (batch,) bool: the residual is within the tolerance
+    residual: Tensor  # (batch,) of the returned z, relative or absolute as the solver says
+    steps: Tensor  # (batch,) solver steps taken before the sample was frozen
+    trace: Tensor  # (steps, batch) residual after each step; constant once frozen
+    evals: int  # calls of f
+    inverse: StateInverse | None  # estimate of (∂f/∂z − I)⁻¹ that belongs to z
+    codes: Tensor  # (batch,) Status values
+    precision: float = 0.0  # spacing of the numbers that f computes with
+    record: BackwardRecord = field(default_factory=BackwardRecord, repr=False)
+
+    @property
+    def status(self) -> list[Status]:
+        """How each sample ended; `str` of one is a sentence.  Reads the device."""
+        return [Status(code) for code in self.codes.tolist()]
+
+    @property
+    def backward(self) -> BackwardRecord | None:
+        """The record of the last backward pass; None before the first."""
+        return self.record if self.record.done else None
+
+    def __str__(self) -> str:
+        batch = len(self.codes)
+        if batch == 0:
+            return "an empty batch; nothing to solve"
+        lines = [
+            f"{int(self.converged.sum())} of {batch} samples converged in at most "
+            f"{int(self.steps.max())} steps, {self.evals} evaluations of f, "
+            f"largest residual {self.residual.max().item():.1e}"
+        ]
+        for i, status in enumerate(self.status):
+            if status is not Status.CONVERGED:
+                residual, steps = self.residual[i].item(), int(self.steps[i])
+                lines.append(f"  sample {i}: {status} [step {steps}, residual {residual:.1e}]")
+            if len(lines) > 6:
+                lines.append("  ...")
+                break
+        return "\n".join(lines)

@@ -1,0 +1,196 @@
+"""The one loop: stopping, best-so-far, per-sample freezing, trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdeq.operators import LowRankInverse, StateInverse, norm, safe_norm
+from gdeq.options import describe
+from gdeq.solution import Solution, Status
+from gdeq.solvers.base import Solver, select
+from gdeq.solvers.broyden import Broyden
+from gdeq.state import State, StateSpace, Vectorized, full_precision
+
+
+@dataclass
+class Iterates:
+    """The outcome of the loop, on batched vectors."""
+
+    z: Tensor  # (batch, d)
+    g: Tensor  # (batch, d) f(z) − z
+    residual: Tensor  # (batch,)
+    steps: Tensor  # (batch,)
+    codes: Tensor  # (batch,)
+    trace: Tensor  # (steps, batch)
+    evals: int
+    inverse: LowRankInverse | None
+    state: Any  # what the solver learned
+
+    @property
+    def converged(self) -> Tensor:  # (batch,)
+        return self.codes == Status.CONVERGED
+
+
+def iterate(
+    f: Vectorized,
+    z: Tensor,  # (batch, d)
+    solver: Solver,
+    *,
+    precision: float,
+    max_steps: int | None = None,
+    right: Tensor | None = None,  # (batch, d)
+    inverse: LowRankInverse | None = None,
+) -> Iterates:
+    """Run ``solver`` on f from z; samples are independent systems.
+
+    A sample that has converged, or whose f is no longer finite, is frozen: its z and what the
+    solver learned about it stay as they are while the others go on.  With a tolerance, a sample
+    that never meets it gets the best iterate seen, and the inverse estimate of that iterate.
+    With ``tol=0`` exactly ``max_iter`` steps are made, the last iterate is returned, and the
+    device is never waited for.
+
+    right: f(0), which says that f is affine; a relative residual is then relative to its norm, as
+        for a linear system, instead of to max(‖f(z)‖, ‖z‖).
+    """
+    max_steps = solver.max_iter if max_steps is None else max_steps
+    watch = solver.tol > 0
+    # A relative residual at this level is the rounding of f itself (half a unit in the last place).
+    rounding = 0.5 * precision
+    scale = None if right is None else norm(right)
+
+    def evaluate(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # -> (batch, d), (batch,), (batch,)
+        """g, its norm, and what that is relative to."""
+        fz = f(z)
+        g = fz - z
+        size = torch.maximum(safe_norm(fz), safe_norm(z)) if scale is None else scale
+        return g, safe_norm(g), size
+
+    def relate(absolute: Tensor, size: Tensor) -> Tensor:  # -> (batch,)
+        return torch.where(absolute > 0, absolute / size, absolute)  # 0/0 is solved
+
+    g, absolute, size = evaluate(z)
+    evals = 1
+    relative = relate(absolute, size)
+    residual = relative if solver.stop == "relative" else absolute
+    within = residual <= solver.tol
+    first_absolute, first_size = absolute, size
+    finite = torch.isfinite(absolute) & torch.isfinite(size)
+    codes = torch.where(finite, Status.RUNNING, Status.NONFINITE_START)
+    active = finite
+    if watch:
+        codes = torch.where(finite & within, Status.CONVERGED, codes)
+        active = finite & ~within
+    steps = torch.zeros_like(codes)
+    state = solver.init(z, g, steps=max_steps, precision=precision, inverse=inverse, right=right)
+    trace: list[Tensor] = []
+    best_z, best_g, best_residual, best_step = z, g, residual, steps
+
+    for step in range(1, max_steps + 1):
+        if watch and (step - 1) % solver.check_every == 0 and not bool(active.any()):
+            break
+        z_try = select(active, solver.propose(z, g, state), z)
+        g_try, new_absolute, size = evaluate(z_try)
+        evals += 1
+        for _ in range(solver.line_search):
+            worse = active & ~(new_absolute < (1 - 1e-4) * absolute)  # NaN counts as worse
+            if not bool(worse.any()):
+                break
+            z_try = select(worse, (z + z_try) / 2, z_try)
+            g_try, new_absolute, size = evaluate(z_try)
+            evals += 1
+
+        finite = torch.isfinite(new_absolute) & torch.isfinite(size)
+        good = active & finite
+        z, g, state = solver.learn(z, g, z_try, g_try, good, state)
+        if solver.linear_only:
+            new_absolute = norm(g)  # of the iterate, which is not where f was evaluated
+        absolute = torch.where(good, new_absolute, absolute)
+        relative = torch.where(good, relate(new_absolute, size), relative)
+        residual = relative if solver.stop == "relative" else absolute
+        steps = torch.where(active, step, steps)
+        codes = torch.where(active & ~finite, Status.NONFINITE, codes)
+        active = good
+        if watch:
+            within = residual <= solver.tol
+            # A z that runs away makes any g look small beside it: with f(z) = z + c, slowly and
+            # g constant; after a wild step, at once, when it may even vanish in rounding.
+            constant = (absolute - first_absolute).abs() <= 1e-3 * first_absolute
+            seen = torch.maximum(absolute, precision * size)
+            flown = (size > 1e6 * first_size) & (seen >= 0.99 * first_absolute)
+            converged = good & within & ~constant & ~flown
+            at_rounding = good & ~converged & (relative <= rounding)
+            codes = torch.where(converged, Status.CONVERGED, codes)
+            codes = torch.where(at_rounding, Status.ROUNDING, codes)
+            active = good & ~converged & ~at_rounding
+            better = good & (residual < best_residual)
+            best_z, best_g = select(better, z, best_z), select(better, g, best_g)
+            best_residual = torch.where(better, residual, best_residual)
+            best_step = torch.where(better, step, best_step)
+        trace.append(residual)
+
+    unfinished = codes == Status.RUNNING
+    still = (absolute - first_absolute).abs() <= 1e-3 * first_absolute
+    codes = torch.where(unfinished, Status.MAX_STEPS, codes)
+    codes = torch.where(unfinished & (absolute > first_absolute), Status.DIVERGED, codes)
+    codes = torch.where(unfinished & still & (relative > rounding), Status.STALLED, codes)
+    settled = None
+    if watch:
+        missed = (codes != Status.CONVERGED) & (codes != Status.NONFINITE_START)
+        z, g = select(~missed, z, best_z), select(~missed, g, best_g)
+        residual = torch.where(missed, best_residual, residual)
+        settled = torch.where(missed, best_step, steps)
+        trace = trace[: int(steps.max())] if len(steps) else []
+    history = torch.stack(trace) if trace else residual.new_zeros(0, len(z))
+    return Iterates(
+        z, g, residual, steps, codes, history, evals, solver.inverse(state, settled), state
+    )
+
+
+def check_solver(solver: object, *, linear: bool = False) -> Solver:
+    if not isinstance(solver, Solver):
+        raise TypeError(f"solver must be a solver such as gdeq.Broyden(), got {describe(solver)}")
+    if solver.linear_only and not linear:
+        raise ValueError(
+            f"{type(solver).__name__} solves linear systems only; use it as "
+            f"gdeq.Implicit(solver=gdeq.{type(solver).__name__}()), and gdeq.Broyden() here"
+        )
+    return solver
+
+
+def solve_space(
+    f: Vectorized, z: Tensor, space: StateSpace, solver: Solver
+) -> tuple[Tensor, Solution]:
+    """`iterate` without autograd and outside autocast: the vector, and all in the user's terms."""
+    precision = space.precision()
+    with torch.no_grad(), full_precision(space.device):
+        found = iterate(f, z, solver, precision=precision)
+    return found.z, Solution(
+        z=space.unpack(found.z),
+        converged=found.converged,
+        residual=found.residual,
+        steps=found.steps,
+        trace=found.trace,
+        evals=found.evals,
+        inverse=StateInverse(found.inverse, space) if found.inverse else None,
+        codes=found.codes,
+        precision=precision,
+    )
+
+
+@torch.compiler.disable
+def solve(f: Callable[[State], State], z0: State, solver: Solver | None = None) -> Solution:
+    """Find z = f(z) from ``z0``, without autograd.
+
+    f: takes and returns a state, a tensor ``(batch, ...)`` or any nesting of tuples, lists and
+        dicts of them.  Samples are independent systems and do not influence each other.
+    solver: `Broyden` (the default), `Anderson` or `Picard`.
+    """
+    solver = Broyden() if solver is None else check_solver(solver)
+    space = StateSpace(z0)
+    start = space.start(z0).detach()
+    return solve_space(space.vectorize(f), start, space, solver)[1]

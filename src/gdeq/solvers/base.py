@@ -1,0 +1,90 @@
+"""What a solver is to the loop in `gdeq.solve`.
+
+A solver is frozen hyperparameters plus three small methods; what it learns is in a state that is
+passed in and returned.  The loop owns f, stopping, freezing and bookkeeping: a solver says where to
+look next (`propose`) and takes in what was seen there (`learn`).  Both work on batched vectors with
+g(z) = f(z) − z, whose root is the fixed point.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gdeq.operators import LowRankInverse
+from gdeq.options import check_choice, check_integer, check_real, options
+
+
+@options
+class Solver:
+    """Base of all solvers.
+
+    max_iter: the largest number of steps.
+    tol: a sample is done when its residual is at most this; 0 runs exactly ``max_iter`` steps.
+    stop: "relative" compares ‖f(z) − z‖ with max(‖f(z)‖, ‖z‖), "absolute" takes it as it is.
+    check_every: look for the end of the batch only every so many steps (each look waits for the
+        device).  Samples freeze at the same step whatever this is; only time changes.
+    """
+
+    max_iter: int = 50
+    tol: float = 1e-6
+    stop: str = field(default="relative", kw_only=True)
+    check_every: int = field(default=1, kw_only=True)
+
+    line_search: ClassVar[Any] = 0
+    linear_only: ClassVar[bool] = False  # solves affine maps only
+    keeps_inverse: ClassVar[bool] = False  # leaves an inverse-Jacobian estimate behind
+
+    def __post_init__(self) -> None:
+        check_integer(self, "max_iter", 1)
+        check_real(self, "tol", 0.0)
+        check_choice(self, "stop", ("relative", "absolute"))
+        check_integer(self, "check_every", 1)
+
+    def init(
+        self,
+        z: Tensor,  # (batch, d)
+        g: Tensor,  # (batch, d)
+        *,
+        steps: int,
+        precision: float,
+        inverse: LowRankInverse | None = None,
+        right: Tensor | None = None,  # (batch, d)
+    ) -> Any:
+        """The state before the first of at most ``steps`` steps.
+
+        precision: spacing of the numbers f computes with; smaller changes of g are noise.
+        inverse: an estimate of (∂f/∂z − I)⁻¹ to start from, for the solvers that can use one.
+        right: f(0) where f is affine, for the solvers that can use it.
+        """
+        raise NotImplementedError
+
+    def propose(self, z: Tensor, g: Tensor, state: Any) -> Tensor:  # -> (batch, d)
+        """Where to evaluate f next."""
+        raise NotImplementedError
+
+    def learn(
+        self,
+        z: Tensor,  # (batch, d)
+        g: Tensor,  # (batch, d)
+        z_try: Tensor,  # (batch, d)
+        g_try: Tensor,  # (batch, d)
+        accepted: Tensor,  # (batch,) bool: still running, and g_try is finite
+        state: Any,
+    ) -> tuple[Tensor, Tensor, Any]:
+        """The next iterate, its g, and the state; samples that are not accepted must not change."""
+        return select(accepted, z_try, z), select(accepted, g_try, g), state
+
+    def inverse(self, state: Any, at: Tensor | None) -> LowRankInverse | None:  # at: (batch,)
+        """The inverse estimate as it was after step ``at`` of each sample (None: as it is)."""
+        return None
+
+
+def select(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:  # (batch,), (batch, d), (batch, d)
+    """``new`` where the mask holds, ``old`` elsewhere; never mixes in NaN by multiplication."""
+    if mask.device.type == "cpu" and bool(mask.all()):
+        return new  # reading the mask costs nothing here and saves a pass over the state
+    return torch.where(mask.unsqueeze(1), new, old)

@@ -1,0 +1,184 @@
+"""Broyden's good method with a limited-memory inverse: the paper's forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gdeq.operators import LowRankInverse, dot, norm
+from gdeq.options import check_integer, check_real, options
+from gdeq.solvers.base import Solver, select
+
+
+@dataclass
+class BroydenState:
+    """The store is written in place: a copy a step would double the memory."""
+
+    u: Tensor  # (batch, places, d)
+    v: Tensor  # (batch, places, d)
+    count: Tensor  # (batch,) updates made; the newest lies at place (count − 1) mod memory
+    bg: Tensor  # (batch, d) B⁻¹g at the current iterate
+    memory: int
+    precision: float
+    base: LowRankInverse | None
+    rows: Tensor  # (batch,) 0, 1, ...
+    counts: list[Tensor] = field(default_factory=list)  # count after step 0, 1, ...
+    in_step: bool = True  # known: every sample has made an update at every step
+
+    def estimate(self) -> LowRankInverse:
+        used = min(len(self.counts) - 1, self.memory)
+        return LowRankInverse(self.u[:, :used], self.v[:, :used], self.base)
+
+    def grow(self, places: int) -> None:
+        batch, old, d = self.u.shape
+        for name in ("u", "v"):
+            larger = self.u.new_zeros(batch, places, d)
+            larger[:, :old] = getattr(self, name)
+            setattr(self, name, larger)
+
+
+@options
+class Broyden(Solver):
+    """Broyden's good method, per sample.
+
+    With g(z) = f(z) − z, s = z_{t+1} − z_t and y = g_{t+1} − g_t:
+
+        z_{t+1} = z_t − B_t⁻¹ g_t
+        B_{t+1}⁻¹ = B_t⁻¹ + (s − B_t⁻¹y) sᵀB_t⁻¹ / (sᵀB_t⁻¹y),        B_0⁻¹ = −I
+
+    For a full step B_t⁻¹g_t = −s, so s − B_t⁻¹y = −B_t⁻¹g_{t+1} and the denominator is
+    sᵀ(s + B_t⁻¹g_{t+1}): the paper's update.  The form above also holds for a shortened step and
+    when an old update was dropped in between, and always gives B_{t+1}⁻¹y = s.
+
+    memory: keep at most this many updates (None: all).  When it is full the oldest is dropped
+        *before* the new one is computed, so that the newest secant condition holds.
+    max_step: bound on ‖s‖ / max(‖z‖, 1); longer steps are shortened.
+    line_search: how often a step that does not lower ‖g‖ may be halved (each costs one call of f).
+    """
+
+    memory: int | None = None
+    max_step: float | None = field(default=None, kw_only=True)
+    line_search: int = field(default=0, kw_only=True)  # type: ignore[misc]
+
+    keeps_inverse: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        Solver.__post_init__(self)
+        if self.memory is not None:
+            check_integer(self, "memory", 1)
+        if self.max_step is not None:
+            check_real(self, "max_step", 0.0, open_low=True)
+        check_integer(self, "line_search", 0)
+
+    def init(
+        self,
+        z: Tensor,
+        g: Tensor,
+        *,
+        steps: int,
+        precision: float,
+        inverse: LowRankInverse | None = None,
+        right: Tensor | None = None,
+    ) -> BroydenState:
+        memory = max(1, steps if self.memory is None else min(self.memory, steps))
+        # With a tolerance most solves end early: the store starts small and grows with the steps.
+        places = memory if self.tol == 0 else min(memory, 8)
+        empty = z.new_zeros(z.shape[0], places, z.shape[1])
+        count = torch.zeros(z.shape[0], dtype=torch.long, device=z.device)
+        return BroydenState(
+            u=empty,
+            v=torch.zeros_like(empty),
+            count=count,
+            bg=inverse.matvec(g) if inverse else -g,
+            memory=memory,
+            precision=precision,
+            base=inverse,
+            rows=torch.arange(len(z), device=z.device),
+            counts=[count],
+        )
+
+    def propose(self, z: Tensor, g: Tensor, state: BroydenState) -> Tensor:
+        if self.max_step is None:
+            return z - state.bg
+        bound = self.max_step * norm(z).clamp(min=1.0)
+        length = norm(state.bg)
+        shorten = torch.where(length > bound, bound / length, 1.0)
+        return z - shorten.unsqueeze(1) * state.bg
+
+    def learn(
+        self,
+        z: Tensor,
+        g: Tensor,
+        z_try: Tensor,
+        g_try: Tensor,
+        accepted: Tensor,
+        state: BroydenState,
+    ) -> tuple[Tensor, Tensor, BroydenState]:
+        taken = len(state.counts) - 1
+        estimate = state.estimate()
+        s = z_try - z
+        bg, bg_try = state.bg, estimate.matvec(g_try)
+        v = estimate.rmatvec(s)
+
+        full = taken >= state.memory
+        if not full and taken == state.u.shape[1]:
+            state.grow(min(state.memory, 2 * taken))
+        # One place for all while they are in step: a plain slice instead of an index.
+        place = state.count % state.memory
+        at = (slice(None), taken % state.memory) if state.in_step else (state.rows, place)
+        if full:  # drop the oldest (zeros, for a sample that has skipped updates)
+            u_old, v_old = state.u[at], state.v[at]
+            bg = bg - u_old * dot(v_old, g)
+            bg_try = bg_try - u_old * dot(v_old, g_try)
+            v = v - v_old * dot(u_old, s)
+
+        by = bg_try - bg  # B⁻¹y
+        denominator = dot(s, by)  # (batch, 1)
+        # Skip, rather than clip, an update that would divide by rounding errors: a denominator
+        # that is zero relative to its factors, or a change of g that may be the rounding of f (at
+        # the end of a solve; or f(z) = z + c, where y = 0).
+        eps = torch.finfo(z.dtype).eps
+        sound = denominator.abs().squeeze(1) > 1e3 * eps * norm(s) * norm(by)
+        sound &= norm(g_try - g) > 4 * state.precision * (norm(z_try) + norm(g_try))
+        accept = accepted & sound
+        if z.device.type == "cpu" and bool(accept.all()):
+            u = (s - by) / denominator
+        else:
+            state.in_step = False
+            at = (state.rows, place)
+            mask = accept.unsqueeze(1)
+            u = (s - by) / torch.where(mask, denominator, 1.0)
+            u = torch.where(mask, u, u_old if full else 0.0)
+            v = torch.where(mask, v, v_old if full else 0.0)
+        state.u[at] = u
+        state.v[at] = v
+        state.count = state.count + accept
+        state.counts.append(state.count)
+        state.bg = select(accepted, torch.addcmul(bg_try, u, dot(v, g_try)), state.bg)
+        return select(accepted, z_try, z), select(accepted, g_try, g), state
+
+    def inverse(self, state: BroydenState, at: Tensor | None) -> LowRankInverse:
+        """Takes back the updates made after step ``at`` (None: there are none).
+
+        Exact while nothing was dropped.  Otherwise what the later updates displaced is lost, and
+        the sample is left with the surviving updates up to ``at``.
+        """
+        estimate = state.estimate()
+        if at is None:
+            return estimate
+        used = estimate.u.shape[1]
+        last = state.counts[-1]
+        kept = torch.stack(state.counts).gather(0, at.unsqueeze(0)).squeeze(0)  # (batch,)
+        place = torch.arange(used, device=at.device)
+        # The update at a place is the newest number below `last` that is congruent to it.
+        number = last.unsqueeze(1) - 1 - (last.unsqueeze(1) - 1 - place) % state.memory
+        stale = number >= kept.unsqueeze(1)  # (batch, used)
+        if not bool(stale.any()):
+            return estimate
+        keep = ~stale.unsqueeze(2)
+        return LowRankInverse(
+            torch.where(keep, estimate.u, 0.0), torch.where(keep, estimate.v, 0.0), state.base
+        )

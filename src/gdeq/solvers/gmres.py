@@ -1,0 +1,136 @@
+"""GMRES for the adjoint equation: a linear solver in the same loop as the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gdeq.operators import LowRankInverse, norm
+from gdeq.options import options
+from gdeq.solvers.base import Solver, select
+
+
+@dataclass
+class GMRESState:
+    origin: Tensor  # (batch, d) where the directions start
+    r: Tensor  # (batch, d) the residual there
+    beta: Tensor  # (batch, 1) its norm
+    basis: Tensor  # (batch, places + 1, d) orthonormal, from r and the images of the directions
+    directions: Tensor  # (batch, places, d)
+    hessenberg: Tensor  # (batch, places + 1, places): A · directions = basis · hessenberg
+    step: int
+    precision: float
+    inverse: LowRankInverse | None
+
+
+@options
+class GMRES(Solver):
+    """Flexible GMRES (Saad 1993) without restart, per sample, for affine f only.
+
+    Solves A z = b where g(z) = f(z) − z = b − A z, that is A = I − ∂f/∂z, with one evaluation of f
+    a step, and always has the z of smallest ‖g‖ among all combinations of the directions tried.
+
+    An inverse estimate B⁻¹ ≈ (∂f/∂z − I)⁻¹ = −A⁻¹ preconditions from the right: directions are
+    −B⁻¹q instead of q, so what is minimised and reported stays the residual of the system itself.
+    With ``right`` = b given, the start z is the first direction from zero, already evaluated,
+    instead of a point that the solution is stuck to: its length is then free.
+    """
+
+    linear_only: ClassVar[bool] = True
+
+    def init(
+        self,
+        z: Tensor,
+        g: Tensor,
+        *,
+        steps: int,
+        precision: float,
+        inverse: LowRankInverse | None = None,
+        right: Tensor | None = None,
+    ) -> GMRESState:
+        batch, d = z.shape
+        # A Krylov space has no more directions than the system.
+        places = min(steps, d) + (right is not None)
+        origin, r = (z, g) if right is None else (torch.zeros_like(z), right)
+        beta = norm(r).nan_to_num(0.0, 0.0).unsqueeze(1)  # a sample that failed spans nothing
+        basis = z.new_zeros(batch, places + 1, d)
+        basis[:, 0] = torch.where(beta > 0, r, 0.0) / torch.where(beta > 0, beta, 1.0)
+        state = GMRESState(
+            origin=origin,
+            r=r,
+            beta=beta,
+            basis=basis,
+            directions=z.new_zeros(batch, places, d),
+            hessenberg=z.new_zeros(batch, places + 1, places),
+            step=0,
+            precision=precision,
+            inverse=inverse,
+        )
+        if right is not None:
+            self._extend(z, g, torch.isfinite(norm(g)), state)
+        return state
+
+    def propose(self, z: Tensor, g: Tensor, state: GMRESState) -> Tensor:
+        if state.step == state.directions.shape[1]:
+            return z
+        q = state.basis[:, state.step]
+        p = q if state.inverse is None else -state.inverse.matvec(q)
+        # A probe, not an iterate; as long as r, so that subtracting from r loses no digits.
+        return state.origin + state.beta * p
+
+    def learn(
+        self,
+        z: Tensor,
+        g: Tensor,
+        z_try: Tensor,
+        g_try: Tensor,
+        accepted: Tensor,
+        state: GMRESState,
+    ) -> tuple[Tensor, Tensor, GMRESState]:
+        if state.step == state.directions.shape[1]:
+            return z, g, state
+        self._extend(z_try, g_try, accepted, state)
+        z_new, g_new = self.minimise(state)
+        return select(accepted, z_new, z), select(accepted, g_new, g), state
+
+    def _extend(self, z: Tensor, g: Tensor, accepted: Tensor, state: GMRESState) -> None:
+        """Take in one more direction, z − origin, whose image under A is r − g."""
+        j, mask = state.step, accepted.unsqueeze(1)
+        state.directions[:, j] = torch.where(mask, z - state.origin, 0.0)
+        image = torch.where(mask, state.r - g, 0.0)
+        size = norm(image)
+        known = state.basis[:, : j + 1]
+        for _ in range(2):  # Gram-Schmidt twice is enough to keep the basis orthogonal
+            overlap = torch.bmm(known, image.unsqueeze(2))  # (batch, j + 1, 1)
+            state.hessenberg[:, : j + 1, j] += overlap.squeeze(2)
+            image = image - torch.bmm(overlap.transpose(1, 2), known).squeeze(1)
+        rest = norm(image)
+        rest = torch.where(rest > 10 * torch.finfo(z.dtype).eps * size, rest, 0.0)  # nothing new
+        state.hessenberg[:, j + 1, j] = rest
+        state.basis[:, j + 1] = image * torch.where(rest > 0, 1 / rest, 0.0).unsqueeze(1)
+        state.step = j + 1
+
+    def minimise(self, state: GMRESState) -> tuple[Tensor, Tensor]:  # -> (batch, d), (batch, d)
+        """The z of smallest ‖g‖ among origin + all combinations of the directions, and its g."""
+        j = state.step
+        if j == 0:
+            return state.origin, state.r
+        # y = argmin ‖β e_1 − H y‖ by QR, in float64: it is tiny.
+        h = state.hessenberg[:, : j + 1, :j].double()
+        target = torch.zeros_like(h[:, :, :1])
+        target[:, 0] = state.beta.double()
+        q, triangle = torch.linalg.qr(h)
+        diagonal = triangle.diagonal(dim1=1, dim2=2)  # (batch, j)
+        floor = torch.finfo(state.r.dtype).eps * diagonal.abs().amax(dim=1, keepdim=True)
+        dead = (diagonal.abs() <= floor).unsqueeze(2)  # a direction without an image of its own
+        regular = triangle + torch.diag_embed(dead.squeeze(2).to(h.dtype))
+        y = torch.linalg.solve_triangular(
+            regular, torch.where(dead, 0.0, q.transpose(1, 2) @ target), upper=True
+        )
+        left = (target - h @ y).to(state.r.dtype)  # (batch, j + 1, 1)
+        move = torch.bmm(y.to(left.dtype).transpose(1, 2), state.directions[:, :j]).squeeze(1)
+        g = torch.bmm(left.transpose(1, 2), state.basis[:, : j + 1]).squeeze(1)
+        return state.origin + move, g

@@ -1,0 +1,230 @@
+"""Many tensors (multiscale, dict, tuple) <-> one batched vector.
+
+A state is a tensor ``(batch, ...)`` or any nesting of tuples, lists and dicts of them.  Solvers see
+``(batch, d)`` in float32 or better; the user's ``f`` sees the structure and dtypes it was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = Any  # a tensor, or any nesting of tuples, lists and dicts of tensors
+Vectorized = Callable[[Tensor], Tensor]  # (batch, d) -> (batch, d)
+
+
+class StateError(ValueError):
+    """The state, or what f made of it, does not have the form a solve needs."""
+
+
+class StateTypeError(StateError, TypeError):
+    """A part of the state is not a floating-point tensor."""
+
+
+def _flatten(value: State, path: str, leaves: list[tuple[str, Tensor]], like: Any = None) -> Any:
+    """Collect the leaves in order; return the structure with ``None`` where a tensor stood.
+
+    Dicts are read in the order of ``like``, so that f may return its keys in another order.
+    """
+    if isinstance(value, Tensor):
+        leaves.append((path, value))
+        return None
+    if isinstance(value, dict):
+        same_keys = isinstance(like, dict) and like.keys() == value.keys()
+        return {
+            key: _flatten(value[key], f"{path}[{key!r}]", leaves, like[key] if same_keys else None)
+            for key in (like if same_keys else value)
+        }
+    if isinstance(value, (tuple, list)):
+        pairs = like if isinstance(like, (tuple, list)) and len(like) == len(value) else value
+        parts = [
+            _flatten(part, f"{path}[{i}]", leaves, known if pairs is like else None)
+            for i, (part, known) in enumerate(zip(value, pairs, strict=True))
+        ]
+        if isinstance(value, list):
+            return parts
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    raise StateTypeError(
+        f"{path} must be a tensor or a tuple, list or dict of tensors, got {type(value).__name__}"
+    )
+
+
+def _rebuild(structure: Any, leaves: list[Tensor]) -> State:
+    """The inverse of `_flatten`; consumes ``leaves`` from the front."""
+    if structure is None:
+        return leaves.pop(0)
+    if isinstance(structure, dict):
+        return {key: _rebuild(part, leaves) for key, part in structure.items()}
+    parts = [_rebuild(part, leaves) for part in structure]
+    if isinstance(structure, list):
+        return parts
+    return type(structure)(*parts) if hasattr(structure, "_fields") else tuple(parts)
+
+
+def _same_structure(a: Any, b: Any) -> bool:
+    if a is None or b is None:
+        return a is b
+    if isinstance(a, dict) or isinstance(b, dict):
+        if not (isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys()):
+            return False
+        return all(_same_structure(a[key], b[key]) for key in a)
+    # A list and a tuple of the same parts are alike: nobody means to change the one into the other.
+    return len(a) == len(b) and all(_same_structure(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _sketch(structure: Any) -> str:
+    if structure is None:
+        return "tensor"
+    if isinstance(structure, dict):
+        return "{" + ", ".join(f"{k!r}: {_sketch(v)}" for k, v in structure.items()) + "}"
+    return "(" + ", ".join(_sketch(part) for part in structure) + ")"
+
+
+def copied(z: State) -> State:
+    """The same values in memory of their own, without autograd history."""
+    leaves: list[tuple[str, Tensor]] = []
+    structure = _flatten(z, "z", leaves)
+    return _rebuild(structure, [leaf.detach().clone() for _, leaf in leaves])
+
+
+class StateSpace:
+    """The layout of one state: how its tensors lie in a batched vector, and what f must return."""
+
+    def __init__(self, z0: State) -> None:
+        leaves: list[tuple[str, Tensor]] = []
+        self.structure = _flatten(z0, "z0", leaves)
+        if not leaves:
+            raise StateError("z0 holds no tensor; a state needs at least one")
+        first = leaves[0][1]
+        for path, leaf in leaves:
+            if not leaf.is_floating_point():
+                raise StateTypeError(
+                    f"{path} has dtype {leaf.dtype}; a state must be floating point "
+                    "(use z0.float(), or torch.view_as_real for complex states)"
+                )
+            if leaf.dim() == 0:
+                raise StateError(
+                    f"{path} has no batch dimension; a state is (batch, ...): "
+                    "use z0.unsqueeze(0) for a single sample"
+                )
+            if leaf.shape[0] != first.shape[0]:
+                raise StateError(
+                    f"batch sizes differ: {leaves[0][0]} has {first.shape[0]} samples, "
+                    f"{path} has {leaf.shape[0]}; the first dimension of every tensor is the batch"
+                )
+            if leaf.device != first.device:
+                raise StateError(
+                    f"{leaves[0][0]} is on {first.device} but {path} is on {leaf.device}; "
+                    "move the whole state to one device"
+                )
+        self.batch = first.shape[0]
+        self.device = first.device
+        self.shapes = [leaf.shape for _, leaf in leaves]
+        self.dtypes = [leaf.dtype for _, leaf in leaves]
+        self.sizes = [leaf.shape[1:].numel() for _, leaf in leaves]
+        self.size = sum(self.sizes)
+        self.dtype = torch.float32  # solver algebra: float32 or better
+        for dtype in self.dtypes:
+            self.dtype = torch.promote_types(self.dtype, dtype)
+
+    def _join(self, leaves: list[Tensor]) -> Tensor:
+        rows = [
+            leaf.to(self.dtype).reshape(self.batch, size)
+            for leaf, size in zip(leaves, self.sizes, strict=True)
+        ]
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+
+    def pack(self, z: State) -> Tensor:  # -> (batch, d)
+        """A state of this layout as one batched vector."""
+        return self._join(self._leaves(z, "the state", cast=True))
+
+    def start(self, z0: State) -> Tensor:  # -> (batch, d)
+        """`pack`, in memory of its own: what is found must not change with the user's z0."""
+        flat = self.pack(z0)
+        return flat.clone() if len(self.sizes) == 1 else flat
+
+    def unpack(self, flat: Tensor) -> State:  # flat: (batch, d)
+        """The state that a batched vector stands for, in its own shapes and dtypes."""
+        parts = [flat] if len(self.sizes) == 1 else list(flat.split(self.sizes, dim=1))
+        leaves = [
+            part.reshape(shape).to(dtype)
+            for part, shape, dtype in zip(parts, self.shapes, self.dtypes, strict=True)
+        ]
+        return _rebuild(self.structure, leaves)
+
+    def _leaves(self, value: State, who: str, cast: bool) -> list[Tensor]:
+        found: list[tuple[str, Tensor]] = []
+        structure = _flatten(value, who, found, self.structure)
+        if not _same_structure(structure, self.structure):
+            raise StateError(
+                f"{who} has the structure {_sketch(structure)}, but z0 has "
+                f"{_sketch(self.structure)}; f must return what it was given, in the same nesting"
+            )
+        for (path, leaf), shape, dtype in zip(found, self.shapes, self.dtypes, strict=True):
+            if leaf.shape != shape:
+                raise StateError(
+                    f"{path} has shape {tuple(leaf.shape)}, but the state there has "
+                    f"{tuple(shape)}; f must keep the shape of z"
+                )
+            if leaf.device != self.device:
+                raise StateError(f"{path} is on {leaf.device}, but the state is on {self.device}")
+            if leaf.dtype != dtype and not (cast and leaf.is_floating_point()):
+                raise StateError(
+                    f"{path} has dtype {leaf.dtype}, but the state there has {dtype}; f must keep "
+                    "the dtype of z (cast inside f, or give z0 in the dtype f works in)"
+                )
+        return [leaf for _, leaf in found]
+
+    def vectorize(self, f: Callable[[State], State]) -> Vectorized:
+        """f on batched vectors, called under the autocast state that holds here and now.
+
+        The algebra around f runs outside autocast (`full_precision`), so the state of the caller
+        is kept here and put back for each call.  Under autocast f may return half precision.
+        """
+        kind = self.device.type
+        autocast = _autocast_enabled(kind)
+        dtype = torch.get_autocast_dtype(kind) if autocast else None
+
+        def on_vectors(flat: Tensor) -> Tensor:
+            z = self.unpack(flat)
+            with torch.autocast(kind, dtype=dtype) if autocast else contextlib.nullcontext():
+                out = f(z)
+            joined = self._join(self._leaves(out, "f(z)", cast=autocast))
+            if torch.float16 in self.dtypes:
+                # z is kept in float32 and may leave the range of float16, which f need not show.
+                joined = torch.where(self._in_range(flat), joined, torch.nan)
+            return joined
+
+        return on_vectors
+
+    def _in_range(self, flat: Tensor) -> Tensor:  # (batch, d) -> (batch, 1)
+        limits = [
+            torch.finfo(dtype).max if dtype == torch.float16 else torch.inf for dtype in self.dtypes
+        ]
+        parts = flat.split(self.sizes, dim=1)
+        inside = [(part.abs() <= limit).all(1) for part, limit in zip(parts, limits, strict=True)]
+        return torch.stack(inside).all(0).unsqueeze(1)
+
+    def precision(self) -> float:
+        """The spacing of the numbers that f computes with, under the autocast state of now."""
+        kind = self.device.type
+        worst = max(torch.finfo(dtype).eps for dtype in self.dtypes)
+        if _autocast_enabled(kind):
+            worst = max(worst, torch.finfo(torch.get_autocast_dtype(kind)).eps)
+        return worst
+
+
+def _autocast_enabled(device_type: str) -> bool:
+    available = torch.amp.autocast_mode.is_autocast_available(device_type)
+    return available and torch.is_autocast_enabled(device_type)
+
+
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Outside autocast: the solvers' own algebra must not be rounded to half precision."""
+    if _autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

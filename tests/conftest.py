@@ -1,0 +1,26 @@
+import os
+
+# Some virtual machines announce AMX and then refuse it: PyTorch's bf16 layers die there with an
+# illegal instruction.  Must be set before torch is loaded.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("gdeq", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("gdeq")
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    """Each test that takes it also runs on the GPU where there is one."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # the tests run in two processes on two cores

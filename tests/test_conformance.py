@@ -1,0 +1,531 @@
+"""All solvers × gradients × state structures against dense algebra.
+
+A new solver, gradient or structure is one more row in a table here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property, partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+import gdeq
+from gdeq import (
+    GDEQ,
+    GMRES,
+    JFB,
+    NPG,
+    Anderson,
+    Broyden,
+    Gradient,
+    Implicit,
+    Measured,
+    Picard,
+    Solver,
+    Unrolled,
+)
+from problems import (
+    Dense,
+    Image,
+    Multiscale,
+    Named,
+    Nested,
+    Problem,
+    Tiny,
+    adaptive_cotangent,
+    adjoint_residual,
+    assert_near,
+    exact_cotangent,
+    identity,
+    leaves,
+    limited_broyden,
+    pack,
+    paper_broyden,
+    phantom_matrix,
+    refined_cotangent,
+    times,
+    transposed_system,
+)
+
+# --- the rows -------------------------------------------------------------------------------------
+
+STRUCTURES: dict[str, type[Problem]] = {
+    "tensor2d": Dense,
+    "tensor4d": Image,
+    "tuple": Multiscale,
+    "dict": Named,
+    "nested": Nested,
+}
+
+
+@dataclass
+class SolverRow:
+    solver: Solver
+    rebuild: Callable[..., tuple[Tensor, Tensor]] | None = None  # (g, z, steps) -> z, B⁻¹
+
+
+# The tolerance is loose enough that the last updates of Broyden's method are not yet dominated by
+# rounding, so that two ways to compute them agree to 1e-9.
+SOLVERS = {
+    "broyden": SolverRow(Broyden(100, 1e-5), paper_broyden),
+    "broyden-memory": SolverRow(Broyden(100, 1e-5, memory=3), partial(limited_broyden, memory=3)),
+    "broyden-bounded": SolverRow(
+        Broyden(100, 1e-5, max_step=0.7), partial(limited_broyden, max_step=0.7)
+    ),
+    "anderson": SolverRow(Anderson(100, 1e-5)),
+    "picard": SolverRow(Picard(200, 1e-5)),
+    "picard-damped": SolverRow(Picard(200, 1e-5, damping=0.7)),
+}
+
+
+@dataclass
+class Case:
+    """One solved problem, and what is needed to differentiate it by hand."""
+
+    problem: Problem
+    row: SolverRow
+    solved: gdeq.Solution
+    v: Tensor  # (batch, d)
+
+    @cached_property
+    def jacobian(self) -> Tensor:  # (batch, d, d)
+        return self.problem.dense_jacobian(self.solved.z)
+
+    @cached_property
+    def inverse(self) -> Tensor:  # (batch, d, d)
+        """B_T⁻¹, each sample on its own up to its own number of steps."""
+        assert self.row.rebuild is not None
+        start = pack(self.problem.z0)
+        return torch.stack(
+            [
+                self.row.rebuild(self.problem.root(i), start[i], steps)[1]
+                for i, steps in enumerate(self.solved.steps.tolist())
+            ]
+        )
+
+    @property
+    def reused(self) -> Tensor:  # (batch, d)
+        return -times(self.inverse.mT, self.v)
+
+    def each(self, cotangent: Callable[..., Tensor]) -> Tensor:  # (batch, d)
+        """cotangent(A, P, v) of every sample, with P the transposed inverse of the forward pass."""
+        systems = transposed_system(self.jacobian)
+        samples = zip(systems, -self.inverse.mT, self.v, strict=True)
+        return torch.stack([cotangent(A, P, v) for A, P, v in samples])
+
+    def through_f(self, w: Tensor) -> list[Tensor]:
+        """(∂f/∂θ)ᵀw at the solution, for all parameters and inputs."""
+        out = self.problem.on_vectors(pack(self.solved.z).detach())
+        return list(torch.autograd.grad(out, list(self.problem.parameters()), w))
+
+    def unrolled(self, steps: int, damping: float) -> list[Tensor]:
+        z = pack(self.solved.z).detach()
+        for _ in range(steps):
+            z = (1 - damping) * z + damping * self.problem.on_vectors(z)
+        return list(torch.autograd.grad(z, list(self.problem.parameters()), self.v))
+
+
+@cache  # the dense algebra is the same for every gradient
+def solved_case(solver: str, structure: str, device: torch.device) -> Case:
+    problem, row = STRUCTURES[structure]().to(device), SOLVERS[solver]
+    return Case(problem, row, gdeq.solve(problem, problem.z0, row.solver), problem.cotangent())
+
+
+@dataclass
+class GradientRow:
+    gradient: Gradient
+    cotangent: Callable[[Case], Tensor] | None = None  # w, by dense algebra
+    parameters: Callable[[Case], list[Tensor]] | None = None  # for a method that has no w
+    reuses: bool = False  # needs the inverse of a Broyden solve
+    accuracy: float = 1e-8
+
+
+def exact(case: Case) -> Tensor:
+    return exact_cotangent(case.jacobian, case.v)
+
+
+def phantom(case: Case, steps: int, damping: float) -> Tensor:
+    return times(phantom_matrix(case.jacobian, steps, damping).mT, case.v)
+
+
+def refined(case: Case, refine: int) -> Tensor:
+    return case.each(partial(refined_cotangent, refine=refine))
+
+
+def adaptive(case: Case, tolerance: float) -> Tensor:
+    return case.each(lambda A, P, v: adaptive_cotangent(A, P, v, tolerance, 30)[0])
+
+
+GRADIENTS = {
+    "implicit-broyden": GradientRow(Implicit(Broyden(100, 1e-12)), exact),
+    "implicit-anderson": GradientRow(Implicit(Anderson(200, 1e-12)), exact),
+    "implicit-picard": GradientRow(Implicit(Picard(300, 1e-12)), exact),
+    "implicit-gmres": GradientRow(Implicit(GMRES(50, 1e-12)), exact),
+    "implicit-single": GradientRow(Implicit(GMRES(50, 1e-12), double_backward=False), exact),
+    "implicit-broyden-preconditioned": GradientRow(
+        Implicit(Broyden(100, 1e-12), precondition=True), exact, reuses=True
+    ),
+    "implicit-gmres-preconditioned": GradientRow(
+        Implicit(GMRES(50, 1e-12), precondition=True), exact, reuses=True
+    ),
+    "jfb": GradientRow(JFB(), lambda case: case.v, accuracy=1e-12),
+    "npg-default": GradientRow(NPG(), lambda case: phantom(case, 5, 0.5), accuracy=1e-12),
+    "npg-1": GradientRow(NPG(1, 0.3), lambda case: 0.3 * case.v, accuracy=1e-12),
+    "npg-3": GradientRow(NPG(3, 0.8), lambda case: phantom(case, 3, 0.8), accuracy=1e-12),
+    "npg-neumann": GradientRow(NPG(8, 1.0), lambda case: phantom(case, 8, 1.0), accuracy=1e-12),
+    "gdeq": GradientRow(GDEQ(), lambda case: case.reused, reuses=True, accuracy=1e-9),
+    "gdeq-refine-1": GradientRow(GDEQ(refine=1), partial(refined, refine=1), reuses=True),
+    "gdeq-refine-3": GradientRow(GDEQ(refine=3), partial(refined, refine=3), reuses=True),
+    "gdeq-tolerance": GradientRow(
+        GDEQ(tolerance=0.05, max_refine=30), partial(adaptive, tolerance=0.05), reuses=True
+    ),
+    "measured-jfb": GradientRow(Measured(JFB()), lambda case: case.v, accuracy=1e-12),
+    "measured-npg": GradientRow(Measured(NPG(2)), lambda case: phantom(case, 2, 0.5)),
+    "measured-gdeq": GradientRow(
+        Measured(GDEQ()), lambda case: case.reused, reuses=True, accuracy=1e-9
+    ),
+    "unrolled": GradientRow(Unrolled(4), parameters=lambda case: case.unrolled(4, 1.0)),
+    "unrolled-damped": GradientRow(Unrolled(3, 0.6), parameters=lambda case: case.unrolled(3, 0.6)),
+}
+
+every_structure = pytest.mark.parametrize("structure", STRUCTURES)
+every_solver = pytest.mark.parametrize("solver", SOLVERS)
+every_gradient = pytest.mark.parametrize("gradient", GRADIENTS)
+
+
+# --- solvers × structures -------------------------------------------------------------------------
+
+
+@every_structure
+@every_solver
+@pytest.mark.parametrize("activation", [identity, torch.tanh], ids=["affine", "tanh"])
+def test_solvers_find_the_known_fixed_point(solver, structure, activation, device):
+    problem = STRUCTURES[structure](activation=activation).to(device)
+    tight = replace(SOLVERS[solver].solver, max_iter=300, tol=1e-12)
+    solution = gdeq.solve(problem, problem.z0, tight)
+    assert solution.converged.all(), str(solution)
+    assert_near(pack(solution.z), pack(problem.equilibrium()), 1e-10)
+
+
+@every_structure
+@every_solver
+def test_what_comes_back_has_the_structure_of_z0(solver, structure, device):
+    problem = STRUCTURES[structure]().to(device)
+    solution = gdeq.fixed_point(problem, problem.z0, SOLVERS[solver].solver, JFB())
+
+    def assert_alike(a, b):
+        assert type(a) is type(b)
+        if isinstance(a, Tensor):
+            assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        elif isinstance(a, dict):
+            assert list(a) == list(b)
+            for key in a:
+                assert_alike(a[key], b[key])
+        else:
+            for x, y in zip(a, b, strict=True):
+                assert_alike(x, y)
+
+    assert_alike(solution.z, problem.z0)
+    assert all(leaf.requires_grad for leaf in leaves(solution.z))
+
+
+# --- solvers × gradients × structures -------------------------------------------------------------
+
+
+@every_structure
+@every_solver
+@every_gradient
+def test_gradient_equals_its_dense_formula(solver, gradient, structure, device):
+    solver_row, row = SOLVERS[solver], GRADIENTS[gradient]
+    problem = STRUCTURES[structure]().to(device)
+    if row.reuses and solver_row.rebuild is None:
+        with pytest.raises(ValueError, match="Broyden"):
+            gdeq.fixed_point(problem, problem.z0, solver_row.solver, row.gradient)
+        return
+
+    case = solved_case(solver, structure, device)
+    solution = gdeq.fixed_point(problem, problem.z0, solver_row.solver, row.gradient)
+    assert solution.backward is None
+    (pack(solution.z) * case.v).sum().backward()
+
+    if row.cotangent is None:
+        assert row.parameters is not None
+        expected = row.parameters(case)
+    else:
+        w = row.cotangent(case)
+        expected = case.through_f(w)
+        assert_near(pack(solution.z), pack(case.solved.z), 1e-12, "z")
+        assert_near(problem.shift.grad, w, row.accuracy, "w")
+        record = solution.backward
+        assert record is not None
+        if record.residual is not None:
+            measured = adjoint_residual(case.jacobian, problem.shift.grad, case.v)
+            assert_near(record.residual, measured, 1e-10, "the residual of w")
+    for (name, parameter), reference in zip(problem.named_parameters(), expected, strict=True):
+        assert_near(parameter.grad, reference, row.accuracy, name)
+
+
+@every_gradient
+def test_samples_that_the_loss_ignores_get_no_gradient(gradient, device):
+    problem = Multiscale().to(device)
+    solver, row = SOLVERS["broyden"].solver, GRADIENTS[gradient]
+    v = problem.cotangent()
+
+    def input_gradients(v):
+        problem.zero_grad()
+        solution = gdeq.fixed_point(problem, problem.z0, solver, row.gradient)
+        (pack(solution.z) * v).sum().backward()
+        return problem.x.grad, solution
+
+    whole, _ = input_gradients(v)
+    v = v.clone()
+    v[1] = 0
+    part, solution = input_gradients(v)
+    assert (part[1] == 0).all()
+    others = [0, 2]
+    assert_near(part[others], whole[others], 1e-12)
+    if solution.backward is not None and solution.backward.residual is not None:
+        assert solution.backward.residual[1] == 0
+
+
+# --- Implicit, the two other ways: through the loop, and by finite differences --------------------
+
+TIGHT = Broyden(200, 1e-14)
+EXACT = {
+    "broyden": Implicit(Broyden(100, 1e-13)),
+    "anderson": Implicit(Anderson(200, 1e-13)),
+    "picard": Implicit(Picard(300, 1e-13)),
+    "gmres": Implicit(GMRES(50, 1e-13)),
+    "broyden-preconditioned": Implicit(Broyden(100, 1e-13), precondition=True),
+    "gmres-preconditioned": Implicit(GMRES(50, 1e-13), precondition=True),
+}
+
+every_exact = pytest.mark.parametrize("exactly", EXACT)
+
+
+def as_function(problem: Problem, solver: Solver | None, gradient: Gradient):
+    """The packed fixed point as a function of all parameters and inputs."""
+    names = [name for name, _ in problem.named_parameters()]
+
+    def function(*values: Tensor) -> Tensor:
+        given = dict(zip(names, values, strict=True))
+        solution = gdeq.fixed_point(
+            lambda z: functional_call(problem, given, (z,)), problem.z0, solver, gradient
+        )
+        return pack(solution.z)
+
+    return function
+
+
+def loop(problem: Problem, steps: int = 40) -> Tensor:  # -> (batch, d)
+    z = pack(problem.z0)
+    for _ in range(steps):
+        z = problem.on_vectors(z)
+    return z
+
+
+@every_structure
+@every_exact
+def test_implicit_equals_autograd_through_a_long_loop(exactly, structure, device):
+    problem = STRUCTURES[structure](radius=0.4).to(device)
+    parameters = list(problem.parameters())
+
+    def gradients(z: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(z.pow(3).sum() + z.prod(1).sum(), parameters)
+
+    expected = gradients(loop(problem))
+    found = gradients(as_function(problem, TIGHT, EXACT[exactly])(*parameters))
+    for a, b in zip(found, expected, strict=True):
+        assert_near(a, b, 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("structure", "exactly"),
+    [(structure, "broyden") for structure in STRUCTURES]
+    + [("tuple", name) for name in EXACT if name != "broyden"],
+)
+def test_second_derivatives_equal_those_through_a_long_loop(structure, exactly, device):
+    problem = STRUCTURES[structure](radius=0.4, batch=2).to(device)
+    parameters = list(problem.parameters())
+
+    def second(z: Tensor) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(z.pow(3).sum(), parameters, create_graph=True)
+        return torch.autograd.grad(sum(g.pow(2).sum() for g in first), parameters)
+
+    expected = second(loop(problem))
+    found = second(as_function(problem, TIGHT, EXACT[exactly])(*parameters))
+    for a, b in zip(found, expected, strict=True):
+        assert_near(a, b, 1e-8)
+
+
+@every_structure
+def test_implicit_passes_gradcheck_in_every_structure(structure, device):
+    problem = STRUCTURES[structure](batch=2).to(device)
+    function = as_function(problem, TIGHT, EXACT["broyden"])
+    torch.autograd.gradcheck(function, tuple(problem.parameters()), fast_mode=True)
+
+
+@every_exact
+def test_implicit_passes_gradcheck_with_every_inner_solver(exactly, device):
+    problem = Tiny(batch=1, radius=0.4).to(device)
+    function = as_function(problem, TIGHT, EXACT[exactly])
+    torch.autograd.gradcheck(function, tuple(problem.parameters()))
+
+
+@every_solver
+def test_implicit_passes_gradcheck_after_every_forward_solver(solver):
+    problem = Tiny(batch=1, radius=0.4)
+    tight = replace(SOLVERS[solver].solver, tol=1e-14)
+    function = as_function(problem, tight, EXACT["gmres"])
+    torch.autograd.gradcheck(function, tuple(problem.parameters()))
+
+
+@every_structure
+def test_implicit_passes_gradgradcheck_in_every_structure(structure):
+    problem = STRUCTURES[structure](batch=1)
+    function = as_function(problem, TIGHT, EXACT["broyden"])
+    torch.autograd.gradgradcheck(function, tuple(problem.parameters()), fast_mode=True)
+
+
+@every_exact
+def test_implicit_passes_gradgradcheck_with_every_inner_solver(exactly):
+    problem = Tiny(batch=1, radius=0.4)
+    function = as_function(problem, TIGHT, EXACT[exactly])
+    torch.autograd.gradgradcheck(function, tuple(problem.parameters()), fast_mode=True)
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Refused:
+    make: Callable[..., object]
+    given: dict[str, object]
+    error: type[Exception]
+    says: str
+
+    def __str__(self) -> str:
+        text = ", ".join(f"{key}={value!r}" for key, value in self.given.items())
+        return f"{self.make.__name__}({text})"
+
+
+UNKNOWN = [
+    Refused(Broyden, {"max_iters": 5}, TypeError, "did you mean 'max_iter'"),
+    Refused(Broyden, {"mem": 5}, TypeError, "did you mean 'memory'"),
+    Refused(Broyden, {"linesearch": 5}, TypeError, "did you mean 'line_search'"),
+    Refused(Broyden, {"maxstep": 5}, TypeError, "did you mean 'max_step'"),
+    Refused(Broyden, {"stop_mode": "abs"}, TypeError, "did you mean 'stop'"),
+    Refused(Anderson, {"tolerance": 1e-3}, TypeError, "did you mean 'tol'"),
+    Refused(Anderson, {"regularisation": 1e-3}, TypeError, "did you mean 'regularization'"),
+    Refused(Picard, {"dampening": 0.5}, TypeError, "did you mean 'damping'"),
+    Refused(GMRES, {"check_evry": 5}, TypeError, "did you mean 'check_every'"),
+    Refused(GMRES, {"restart": 5}, TypeError, "options: max_iter, tol, stop, check_every"),
+    Refused(JFB, {"steps": 5}, TypeError, "JFB has no option 'steps'"),
+    Refused(NPG, {"step": 5}, TypeError, "did you mean 'steps'"),
+    Refused(Implicit, {"solvers": Broyden()}, TypeError, "did you mean 'solver'"),
+    Refused(Implicit, {"preconditioned": True}, TypeError, "did you mean 'precondition'"),
+    Refused(GDEQ, {"refine_steps": 2}, TypeError, "did you mean 'refine'"),
+    Refused(GDEQ, {"tol": 0.1}, TypeError, "did you mean 'tolerance'"),
+    Refused(GDEQ, {"tolerence": 0.1}, TypeError, "did you mean 'tolerance'"),
+    Refused(Measured, {"gradients": JFB()}, TypeError, "did you mean 'gradient'"),
+    Refused(Unrolled, {"dampng": 0.5}, TypeError, "did you mean 'damping'"),
+]
+
+# Every solver inherits these.
+SHARED = [
+    ("max_iter", 2.0, TypeError),
+    ("max_iter", True, TypeError),
+    ("max_iter", 0, ValueError),
+    ("tol", "1e-3", TypeError),
+    ("tol", None, TypeError),
+    ("tol", -1e-3, ValueError),
+    ("tol", float("nan"), ValueError),
+    ("tol", float("inf"), ValueError),
+    ("stop", 1, TypeError),
+    ("stop", "rel", ValueError),
+    ("check_every", 1.5, TypeError),
+    ("check_every", 0, ValueError),
+]
+WRONG = [
+    *(
+        Refused(make, {name: value}, error, f"{make.__name__}.{name}")
+        for make in (Broyden, Anderson, Picard, GMRES)
+        for name, value, error in SHARED
+    ),
+    Refused(Broyden, {"memory": 2.5}, TypeError, r"Broyden\.memory"),
+    Refused(Broyden, {"memory": 0}, ValueError, r"Broyden\.memory"),
+    Refused(Broyden, {"max_step": "1"}, TypeError, r"Broyden\.max_step"),
+    Refused(Broyden, {"max_step": 0.0}, ValueError, r"Broyden\.max_step"),
+    Refused(Broyden, {"line_search": True}, TypeError, r"Broyden\.line_search"),
+    Refused(Broyden, {"line_search": -1}, ValueError, r"Broyden\.line_search"),
+    Refused(Anderson, {"memory": None}, TypeError, r"Anderson\.memory"),
+    Refused(Anderson, {"memory": 0}, ValueError, r"Anderson\.memory"),
+    Refused(Anderson, {"mixing": "1"}, TypeError, r"Anderson\.mixing"),
+    Refused(Anderson, {"mixing": 0.0}, ValueError, r"Anderson\.mixing"),
+    Refused(Anderson, {"mixing": 1.1}, ValueError, r"Anderson\.mixing"),
+    Refused(Anderson, {"regularization": None}, TypeError, r"Anderson\.regularization"),
+    Refused(Anderson, {"regularization": -1.0}, ValueError, r"Anderson\.regularization"),
+    Refused(Picard, {"damping": "1"}, TypeError, r"Picard\.damping"),
+    Refused(Picard, {"damping": 0}, ValueError, r"Picard\.damping"),
+    Refused(Picard, {"damping": 2}, ValueError, r"Picard\.damping"),
+    Refused(NPG, {"steps": 5.0}, TypeError, r"NPG\.steps"),
+    Refused(NPG, {"steps": 0}, ValueError, r"NPG\.steps"),
+    Refused(NPG, {"damping": None}, TypeError, r"NPG\.damping"),
+    Refused(NPG, {"damping": 0.0}, ValueError, r"NPG\.damping"),
+    Refused(NPG, {"damping": 1.5}, ValueError, r"NPG\.damping"),
+    Refused(Implicit, {"solver": None}, TypeError, r"Implicit\.solver"),
+    Refused(Implicit, {"solver": Broyden}, TypeError, r"write Broyden\(\)"),
+    Refused(Implicit, {"solver": JFB()}, TypeError, r"Implicit\.solver"),
+    Refused(Implicit, {"precondition": 1}, TypeError, r"Implicit\.precondition"),
+    Refused(Implicit, {"double_backward": "no"}, TypeError, r"Implicit\.double_backward"),
+    Refused(GDEQ, {"refine": 1.0}, TypeError, r"GDEQ\.refine"),
+    Refused(GDEQ, {"refine": -1}, ValueError, r"GDEQ\.refine"),
+    Refused(GDEQ, {"tolerance": "0.1"}, TypeError, r"GDEQ\.tolerance"),
+    Refused(GDEQ, {"tolerance": 0.0}, ValueError, r"GDEQ\.tolerance"),
+    Refused(GDEQ, {"max_refine": 3}, ValueError, "needs a tolerance"),
+    Refused(GDEQ, {"tolerance": 0.1, "max_refine": 1.5}, TypeError, r"GDEQ\.max_refine"),
+    Refused(GDEQ, {"tolerance": 0.1, "max_refine": 0}, ValueError, r"GDEQ\.max_refine"),
+    Refused(GDEQ, {"tolerance": 0.1, "refine": 1}, ValueError, "not both"),
+    Refused(Measured, {"gradient": Broyden()}, TypeError, r"Measured\.gradient"),
+    Refused(Measured, {"gradient": JFB}, TypeError, r"write JFB\(\)"),
+    Refused(Measured, {"gradient": Unrolled()}, ValueError, "Unrolled"),
+    Refused(Unrolled, {"steps": 2.0}, TypeError, r"Unrolled\.steps"),
+    Refused(Unrolled, {"steps": 0}, ValueError, r"Unrolled\.steps"),
+    Refused(Unrolled, {"damping": "1"}, TypeError, r"Unrolled\.damping"),
+    Refused(Unrolled, {"damping": 0.0}, ValueError, r"Unrolled\.damping"),
+]
+
+
+@pytest.mark.parametrize("row", UNKNOWN + WRONG, ids=str)
+def test_wrong_options_raise_at_construction(row):
+    with pytest.raises(row.error, match=row.says):
+        row.make(**row.given)
+
+
+# --- the tables are complete ----------------------------------------------------------------------
+
+
+def public(base: type) -> set[type]:
+    found = {getattr(gdeq, name) for name in gdeq.__all__}
+    return {kind for kind in found if isinstance(kind, type) and issubclass(kind, base)} - {base}
+
+
+def test_every_public_solver_and_gradient_has_its_rows():
+    inner = {
+        type(row.gradient.solver) for row in GRADIENTS.values() if hasattr(row.gradient, "solver")
+    }
+    assert {type(row.solver) for row in SOLVERS.values()} | inner == public(Solver)
+    assert inner == public(Solver)
+    assert {type(row.gradient) for row in GRADIENTS.values()} == public(Gradient)
+
+
+def test_every_option_has_a_wrong_type_and_every_class_an_unknown_name():
+    kinds = public(Solver) | public(Gradient)
+    assert {row.make for row in UNKNOWN} == kinds
+    refused = {(row.make, name) for row in WRONG if row.error is TypeError for name in row.given}
+    assert {(kind, f.name) for kind in kinds for f in fields(kind)} <= refused

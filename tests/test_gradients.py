@@ -1,0 +1,506 @@
+"""What each gradient method promises, by dense algebra in float64."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+import gdeq
+from gdeq import GDEQ, GMRES, JFB, NPG, Anderson, Broyden, Implicit, Measured, Picard, Unrolled
+from problems import (
+    Dense,
+    Multiscale,
+    Tiny,
+    Wide,
+    adaptive_cotangent,
+    adjoint_residual,
+    assert_near,
+    limited_broyden,
+    pack,
+    paper_broyden,
+    phantom_matrix,
+    refined_cotangent,
+    times,
+    transposed_system,
+)
+
+
+def differentiate(problem, solver, gradient, v=None):
+    """-> the solution after backward, and w (batch, d)."""
+    problem.zero_grad()
+    solution = gdeq.fixed_point(problem, problem.z0, solver, gradient)
+    v = problem.cotangent() if v is None else v
+    (pack(solution.z) * v).sum().backward()
+    return solution, problem.shift.grad.clone()
+
+
+def parameter_gradients(problem):
+    return [parameter.grad.clone() for parameter in problem.parameters()]
+
+
+def uneven(**settings) -> Wide:
+    """Samples of very different difficulty: from nearly linear to saturated."""
+    problem = Wide(**settings)
+    with torch.no_grad():
+        scale = torch.logspace(-2, 1, len(problem.x), dtype=torch.float64)
+        problem.x.mul_(scale[:, None])
+    return problem
+
+
+# --- JFB and NPG ----------------------------------------------------------------------------------
+
+
+def test_jfb_takes_v_through_f(device):
+    problem = Multiscale().to(device)
+    v = problem.cotangent()
+    solution, w = differentiate(problem, Broyden(50, 1e-6), JFB())
+    assert torch.equal(w, v)
+    out = problem.on_vectors(pack(solution.z).detach())
+    expected = torch.autograd.grad(out, list(problem.parameters()), v)
+    for a, b in zip(parameter_gradients(problem), expected, strict=True):
+        assert_near(a, b, 1e-14)
+    assert solution.backward.vjps == 0
+    assert solution.backward.residual is None
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 12])
+@pytest.mark.parametrize("damping", [0.1, 0.5, 1.0])
+def test_npg_is_the_papers_sum(steps, damping, device):
+    problem = Dense().to(device)
+    solution, w = differentiate(problem, Picard(100, 1e-6), NPG(steps, damping))
+    matrix = phantom_matrix(problem.dense_jacobian(solution.z), steps, damping)
+    assert_near(w, times(matrix.mT, problem.cotangent()), 1e-12)
+    assert solution.backward.vjps == steps - 1
+
+
+def test_npg_defaults_are_the_papers():
+    assert NPG() == NPG(steps=5, damping=0.5)
+
+
+# --- GDEQ as in the paper -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4, 8])
+@pytest.mark.parametrize("memory", [None, 1, 3, 5])
+def test_gdeq_is_the_papers_inverse_after_a_fixed_number_of_steps(memory, steps, device):
+    problem = Wide(radius=0.9).to(device)
+    v = problem.cotangent()
+    solution, w = differentiate(problem, Broyden(steps, 0.0, memory), GDEQ())
+    assert solution.steps.tolist() == [steps] * 3
+    start = pack(problem.z0)
+    for i in range(3):
+        g = problem.root(i)
+        if memory is None:
+            z, inverse = paper_broyden(g, start[i], steps)
+        else:
+            z, inverse = limited_broyden(g, start[i], steps, memory)
+        assert_near(pack(solution.z)[i], z, 1e-9)
+        assert_near(w[i], -inverse.T @ v[i], 1e-9)
+    assert (w - v).norm() > 1e-2 * v.norm()  # not JFB
+    assert solution.backward.vjps == 0
+
+
+@pytest.mark.parametrize("memory", [None, 1, 3, 5])
+def test_gdeq_is_the_inverse_of_each_samples_own_last_step(memory, device):
+    problem = uneven(batch=6, radius=0.6).to(device)
+    v = problem.cotangent()
+    solution, w = differentiate(problem, Broyden(60, 1e-5, memory), GDEQ())
+    assert solution.converged.all()
+    assert len(set(solution.steps.tolist())) > 2  # samples froze at different times
+    start = pack(problem.z0)
+    for i, steps in enumerate(solution.steps.tolist()):
+        _, inverse = limited_broyden(problem.root(i), start[i], steps, memory)
+        assert_near(w[i], -inverse.T @ v[i], 1e-9)
+
+
+def test_gdeq_of_a_solved_start_is_jfb():
+    problem = Dense()
+    solution = gdeq.fixed_point(problem, problem.equilibrium(), Broyden(20, 1e-8), GDEQ())
+    v = problem.cotangent()
+    (solution.z * v).sum().backward()
+    assert torch.equal(problem.shift.grad, v)
+
+
+# --- GDEQ(refine=k) -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refine", [1, 2, 3, 7])
+@pytest.mark.parametrize("memory", [None, 3])
+def test_refinement_goes_on_from_the_transposed_inverse(refine, memory, device):
+    problem = Wide(radius=0.9).to(device)
+    v = problem.cotangent()
+    solution, w = differentiate(problem, Broyden(8, 0.0, memory), GDEQ(refine=refine))
+    systems = transposed_system(problem.dense_jacobian(solution.z))
+    reused = -solution.inverse.as_matrix().mT
+    for i in range(3):
+        assert_near(w[i], refined_cotangent(systems[i], reused[i], v[i], refine), 1e-9)
+    assert solution.backward.vjps == refine
+
+
+@pytest.mark.parametrize("refine", [1, 4, 12])
+def test_measured_residual_of_a_refined_gradient_is_the_dense_one(refine, device):
+    problem = Multiscale(radius=0.9).to(device)
+    solution, w = differentiate(problem, Broyden(6, 0.0), GDEQ(refine=refine))
+    dense = adjoint_residual(problem.dense_jacobian(solution.z), w, problem.cotangent())
+    assert_near(solution.backward.residual, dense, 1e-12)
+
+
+def test_refinement_lowers_the_median_residual_to_that_of_implicit():
+    solver = Broyden(12, 1e-4)
+
+    def median(gradient, vjps):
+        residuals = []
+        for seed in range(6):
+            solution, _ = differentiate(Wide(batch=8, radius=0.9, seed=seed), solver, gradient)
+            residuals.append(solution.backward.residual)
+            assert solution.backward.vjps == vjps
+        return torch.cat(residuals).median().item()
+
+    counts = (1, 2, 3, 5, 8, 12, 20)
+    refined = [median(GDEQ(refine=k), k) for k in counts]
+    reused = median(Measured(GDEQ()), 0)
+    for before, after in pairwise([reused, *refined]):
+        assert after < before
+    # 20 VJPs each, and the default tolerance of Implicit.
+    assert refined[-1] <= median(Implicit(Broyden(19, 0.0)), 20)
+    assert refined[-1] <= 1e-6
+    assert reused < median(Measured(JFB()), 0)
+
+
+# --- GDEQ(tolerance=τ) ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_refine", [1, 2, 4])
+@pytest.mark.parametrize("forward_steps", [3, 6])
+def test_adaptive_refinement_and_its_fall_back(forward_steps, max_refine, device):
+    # Far from contractive and stopped early, so that the forward inverse is bad.
+    problem = uneven(batch=24, radius=3.0, seed=1).to(device)
+    solver, tolerance = Broyden(forward_steps, 1e-3), 0.03
+    jacobian = problem.dense_jacobian(gdeq.solve(problem, problem.z0, solver).z)
+    # JFB's residual is ‖Jᵀv‖/‖v‖: along left singular vectors of J it is known, and can be small.
+    v = problem.cotangent()
+    left, values, _ = torch.linalg.svd(jacobian)
+    for i in range(len(v)):
+        if i % 3 > 0:
+            size = 0.1 if i % 3 == 1 else 0.0
+            v[i] = left[i, :, (values[i] - size).abs().argmin()]
+
+    gradient = GDEQ(tolerance=tolerance, max_refine=max_refine)
+    solution, w = differentiate(problem, solver, gradient, v)
+    record = solution.backward
+    reused = -solution.inverse.as_matrix().mT
+    for i, A in enumerate(transposed_system(jacobian)):
+        expected, fell_back = adaptive_cotangent(A, reused[i], v[i], tolerance, max_refine)
+        assert_near(w[i], expected, 1e-9)
+        assert record.fell_back[i] == fell_back
+
+    dense = adjoint_residual(jacobian, w, v)
+    assert_near(record.residual, dense, 1e-10)
+    assert torch.equal(record.converged, dense <= tolerance)
+    assert torch.equal(w[record.fell_back], v[record.fell_back])
+    of_jfb = adjoint_residual(jacobian, v, v)
+    assert (dense <= torch.clamp(of_jfb * (1 + 1e-9), min=tolerance)).all()
+    assert record.vjps == 1 + max_refine + 1  # measured, refined, and JFB measured to compare
+
+    # All four ends were met.
+    assert (record.converged & record.fell_back).any()
+    assert (record.converged & ~record.fell_back).any()
+    assert (~record.converged & record.fell_back).any()
+    assert (~record.converged & ~record.fell_back).any()
+    above, fallen = int((~record.converged).sum()), int(record.fell_back.sum())
+    assert f"{above} samples above the tolerance, {fallen} fell back to JFB" in str(record)
+
+
+def test_samples_under_the_tolerance_keep_the_reused_gradient():
+    problem = uneven(batch=16, radius=0.9)
+    solver, tolerance = Broyden(12, 1e-4), 0.3
+    measured, reused = differentiate(problem, solver, Measured(GDEQ()))
+    solution, w = differentiate(problem, solver, GDEQ(tolerance=tolerance, max_refine=20))
+    fine = measured.backward.residual <= tolerance
+    assert fine.any()
+    assert not fine.all()
+    assert torch.equal(w[fine], reused[fine])
+    assert (w[~fine] - reused[~fine]).norm(dim=1).min() > 1e-3
+    assert solution.backward.converged.all()
+    assert not solution.backward.fell_back.any()
+    assert solution.backward.vjps < 20
+
+
+def test_one_vjp_where_no_sample_needs_refinement():
+    problem = Wide(radius=0.5)
+    measured, reused = differentiate(problem, Broyden(12, 1e-4), Measured(GDEQ()))
+    tolerance = 1.01 * measured.backward.residual.max().item()
+    solution, w = differentiate(problem, Broyden(12, 1e-4), GDEQ(tolerance=tolerance))
+    assert torch.equal(w, reused)
+    assert solution.backward.vjps == 1
+    assert solution.backward.converged.all()
+
+
+def test_every_sample_can_be_brought_under_a_tight_tolerance(device):
+    problem = Multiscale(radius=0.9).to(device)
+    solution, w = differentiate(problem, Broyden(12, 1e-4), GDEQ(tolerance=1e-10, max_refine=100))
+    dense = adjoint_residual(problem.dense_jacobian(solution.z), w, problem.cotangent())
+    assert solution.backward.converged.all()
+    assert (dense <= 1e-10).all()
+
+
+# --- Implicit -------------------------------------------------------------------------------------
+
+INNER = {
+    "broyden": Broyden(100, 1e-4),
+    "anderson": Anderson(100, 1e-4),
+    "picard": Picard(200, 1e-4),
+    "gmres": GMRES(50, 1e-4),
+}
+
+
+@pytest.mark.parametrize("precondition", [False, True])
+@pytest.mark.parametrize("inner", INNER)
+def test_implicit_stops_at_its_tolerance_and_says_so(inner, precondition, device):
+    problem = Wide(radius=0.6).to(device)
+    gradient = Implicit(INNER[inner], precondition=precondition)
+    solution, w = differentiate(problem, Broyden(30, 1e-6), gradient)
+    dense = adjoint_residual(problem.dense_jacobian(solution.z), w, problem.cotangent())
+    assert_near(solution.backward.residual, dense, 1e-12)
+    assert (dense <= 1e-4).all()
+    assert (dense > 1e-9).any()  # it did stop there
+    assert solution.backward.converged.all()
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_implicit_reports_what_it_could_not_solve(inner):
+    problem = Wide(radius=0.9)
+    solver = type(INNER[inner])(max_iter=2, tol=1e-8)
+    solution, w = differentiate(problem, Broyden(30, 1e-6), Implicit(solver))
+    dense = adjoint_residual(problem.dense_jacobian(solution.z), w, problem.cotangent())
+    assert not solution.backward.converged.any()
+    assert_near(solution.backward.residual, dense, 1e-10)
+    assert solution.backward.vjps == 3
+
+
+def test_gmres_needs_the_fewest_vjps_and_fewer_when_preconditioned():
+    problem = Wide(radius=0.9)
+
+    def vjps(gradient):
+        return differentiate(problem, Broyden(40, 1e-8), gradient)[0].backward.vjps
+
+    plain = vjps(Implicit(GMRES(50, 1e-6)))
+    assert vjps(Implicit(GMRES(50, 1e-6), precondition=True)) < plain
+    for solver in (Broyden(200, 1e-6), Anderson(200, 1e-6), Picard(400, 1e-6)):
+        assert plain <= vjps(Implicit(solver))
+
+
+# --- the number of VJPs is counted, not claimed ---------------------------------------------------
+
+
+class Counted(torch.autograd.Function):
+    passes = 0
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.set_materialize_grads(False)
+        return z.view_as(z)
+
+    @staticmethod
+    def backward(ctx, grad):
+        Counted.passes += grad is not None
+        return grad
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        JFB(),
+        GDEQ(),
+        Measured(JFB()),
+        Measured(GDEQ()),
+        NPG(4),
+        GDEQ(refine=3),
+        GDEQ(tolerance=1e-3, max_refine=50),
+        GDEQ(tolerance=1e-3, max_refine=2),
+        Implicit(),
+        Implicit(GMRES(30, 1e-6), precondition=True),
+        Implicit(Picard(7, 0.0), double_backward=False),
+    ],
+    ids=str,
+)
+def test_reported_vjps_are_those_spent(gradient):
+    problem = Wide(radius=0.9)
+    solution = gdeq.fixed_point(
+        lambda z: problem(Counted.apply(z)), problem.z0, Broyden(12, 1e-4), gradient
+    )
+    Counted.passes = 0
+    (solution.z * problem.cotangent()).sum().backward()
+    # Methods that know J also let the last pass, the one to the parameters, go down to z.
+    last = 0 if gradient in (JFB(), GDEQ()) else 1
+    assert Counted.passes == solution.backward.vjps + last
+
+
+# --- Measured -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bare", [JFB(), GDEQ(), NPG(3), GDEQ(refine=2)], ids=str)
+def test_measuring_changes_nothing_but_the_record(bare, device):
+    problem = Multiscale(radius=0.9).to(device)
+    solver = Broyden(6, 0.0)
+    plain, _ = differentiate(problem, solver, bare)
+    expected = parameter_gradients(problem)
+    solution, w = differentiate(problem, solver, Measured(bare))
+    for a, b in zip(parameter_gradients(problem), expected, strict=True):
+        assert_near(a, b, 1e-14)
+    dense = adjoint_residual(problem.dense_jacobian(solution.z), w, problem.cotangent())
+    assert_near(solution.backward.residual, dense, 1e-12)
+    assert (dense > 1e-3).all()
+    assert solution.backward.vjps == plain.backward.vjps
+
+
+@pytest.mark.parametrize("bare", [JFB(), GDEQ()], ids=str)
+def test_without_measuring_there_is_no_residual(bare):
+    solution, _ = differentiate(Dense(), Broyden(), bare)
+    assert solution.backward.residual is None
+    assert "not measured" in str(solution.backward)
+
+
+# --- Unrolled -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damping", [1.0, 0.4])
+@pytest.mark.parametrize("solver", [None, Broyden(20, 1e-2), Picard(3, 0.0)], ids=str)
+def test_unrolled_equals_a_loop_by_hand(solver, damping, device):
+    problem = Multiscale().to(device)
+    v = problem.cotangent()
+    solution = gdeq.fixed_point(problem, problem.z0, solver, Unrolled(4, damping))
+    (pack(solution.z) * v).sum().backward()
+
+    z = pack(problem.z0 if solver is None else gdeq.solve(problem, problem.z0, solver).z)
+    for _ in range(4):
+        z = (1 - damping) * z + damping * problem.on_vectors(z)
+    expected = torch.autograd.grad(z, list(problem.parameters()), v)
+    assert_near(pack(solution.z), z, 1e-14)
+    for a, b in zip(parameter_gradients(problem), expected, strict=True):
+        assert_near(a, b, 1e-13)
+
+
+def test_unrolled_without_a_solver_differentiates_z0():
+    problem = Dense()
+    z0 = torch.ones_like(problem.x, requires_grad=True)
+    solution = gdeq.fixed_point(problem, z0, None, Unrolled(2))
+    solution.z.sum().backward()
+    again = z0.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(problem(problem(again)).sum(), again)
+    assert_near(z0.grad, expected, 1e-14)
+    assert z0.grad.abs().max() > 1e-3
+
+
+def test_solved_fixed_points_do_not_depend_on_z0():
+    for gradient in (Implicit(), GDEQ(), Unrolled(2)):
+        problem = Dense()
+        z0 = torch.zeros_like(problem.x, requires_grad=True)
+        gdeq.fixed_point(problem, z0, Broyden(), gradient).z.sum().backward()
+        assert z0.grad is None
+
+
+def test_many_unrolled_steps_from_the_solution_are_implicit():
+    problem = Dense(radius=0.5)
+    solver = Broyden(100, 1e-14)
+    _, exact = differentiate(problem, solver, Implicit(GMRES(50, 1e-13)))
+    _, unrolled = differentiate(problem, solver, Unrolled(80))
+    assert_near(unrolled, exact, 1e-9)
+
+
+@pytest.mark.parametrize("solver", [None, Broyden(200, 1e-14)], ids=str)
+def test_unrolled_passes_gradgradcheck(solver):
+    problem = Tiny(batch=2, radius=0.4)
+    names = [name for name, _ in problem.named_parameters()]
+    # The phantom gradient holds z* constant: finite differences must not move it either.
+    start = problem.z0 if solver is None else gdeq.solve(problem, problem.z0, solver).z
+
+    def function(*values):
+        given = dict(zip(names, values, strict=True))
+        return gdeq.fixed_point(
+            lambda z: functional_call(problem, given, (z,)), start, None, Unrolled(3, 0.7)
+        ).z
+
+    parameters = tuple(problem.parameters())
+    torch.autograd.gradcheck(function, parameters)
+    torch.autograd.gradgradcheck(function, parameters)
+
+
+# --- double backward ------------------------------------------------------------------------------
+
+
+def hessian_product(z: Tensor, parameters: list[Tensor]) -> tuple[Tensor, ...]:
+    first = torch.autograd.grad(z.pow(3).sum(), parameters, create_graph=True)
+    return torch.autograd.grad(sum(g.pow(2).sum() for g in first), parameters)
+
+
+def test_second_derivative_of_jfb_is_that_of_f_at_a_constant_z(device):
+    problem = Multiscale().to(device)
+    parameters = list(problem.parameters())
+    solution = gdeq.fixed_point(problem, problem.z0, Broyden(100, 1e-14), JFB())
+    found = hessian_product(pack(solution.z), parameters)
+    expected = hessian_product(problem.on_vectors(pack(solution.z).detach()), parameters)
+    for a, b in zip(found, expected, strict=True):
+        assert_near(a, b, 1e-10)
+    assert any(gradient.abs().max() > 1e-2 for gradient in found)
+
+
+@pytest.mark.parametrize("solver", [None, Broyden(20, 1e-2)], ids=str)
+def test_second_derivative_of_unrolled_is_that_of_the_loop(solver):
+    problem = Dense()
+    parameters = list(problem.parameters())
+    solution = gdeq.fixed_point(problem, problem.z0, solver, Unrolled(4, 0.6))
+    z = problem.z0 if solver is None else gdeq.solve(problem, problem.z0, solver).z
+    for _ in range(4):
+        z = 0.4 * z + 0.6 * problem(z)
+    found = hessian_product(solution.z, parameters)
+    for a, b in zip(found, hessian_product(z, parameters), strict=True):
+        assert_near(a, b, 1e-12)
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        NPG(),
+        GDEQ(),
+        GDEQ(refine=2),
+        GDEQ(tolerance=0.1),
+        Measured(JFB()),
+        Measured(Implicit()),
+        Implicit(double_backward=False),
+    ],
+    ids=str,
+)
+def test_the_others_have_no_second_derivative_and_say_so(gradient):
+    problem = Dense()
+    solution = gdeq.fixed_point(problem, problem.z0, Broyden(), gradient)
+    with pytest.raises(RuntimeError, match=r"Implicit\(\)"):
+        torch.autograd.grad(solution.z.sum(), problem.x, create_graph=True)
+
+
+@pytest.mark.parametrize("power", [1, 2, 3])
+@pytest.mark.parametrize("name", ["x", "shift"])
+def test_third_derivatives_of_implicit_raise(power, name):
+    problem = Dense()
+    of = getattr(problem, name)
+    solution = gdeq.fixed_point(problem, problem.z0, Broyden(), Implicit())
+    (first,) = torch.autograd.grad(solution.z.pow(power).sum(), of, create_graph=True)
+    with pytest.raises(RuntimeError, match="third"):
+        torch.autograd.grad(first.pow(2).sum(), of, create_graph=True)
+
+
+def test_a_loosely_solved_implicit_gradient_has_a_second_derivative():
+    # What the inner solver leaves undone in the first pass must not be taken for second order.
+    problem = Dense(radius=0.5)
+    parameters = list(problem.parameters())
+    solver = Broyden(100, 1e-12)
+    tight, loose = (
+        hessian_product(gdeq.fixed_point(problem, problem.z0, solver, gradient).z, parameters)
+        for gradient in (Implicit(GMRES(50, 1e-13)), Implicit(Broyden(50, 1e-3)))
+    )
+    for a, b in zip(loose, tight, strict=True):
+        assert 1e-9 < (a - b).norm() / b.norm() < 1e-2
