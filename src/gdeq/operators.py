@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdeq.state import State, StateSpace
+from gdeq.state import State, StateSpace, full_precision
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,10 @@ class StateInverse:
         return self.vectors.as_matrix()
 
     def _apply(self, operator: LowRankInverse, v: State) -> State:
-        if isinstance(v, Tensor) and v.shape == (self.space.batch, self.space.size):
-            return operator.matvec(v.to(self.space.dtype)).to(v.dtype)
-        return self.space.unpack(operator.matvec(self.space.pack(v)))
+        with full_precision(self.space.device):
+            if isinstance(v, Tensor) and v.shape == (self.space.batch, self.space.size):
+                return operator.matvec(v.to(self.space.dtype)).to(v.dtype)
+            return self.space.unpack(operator.matvec(self.space.pack(v)))
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:  # (batch, d), (batch, d) -> (batch, 1)

@@ -188,7 +188,7 @@ def spectral_radius(
     with torch.no_grad(), full_precision(out.device):
         u = torch.empty_like(out).normal_(generator=generator)
         u = u / norm(u).unsqueeze(1)
-        growth = torch.zeros_like(u[:, 0])
+        growth = u.new_zeros(len(u))
         dead = torch.zeros_like(growth, dtype=torch.bool)
         for i in range(iterations):
             u = _vjp(point, out, u)

@@ -36,8 +36,8 @@ _SENTENCES = {
     "(raise tol, or compute f in a wider dtype)",
     Status.STALLED: "not converged: f(z) - z stays the same however z moves; f seems to have no "
     "fixed point (is it z plus a constant?)",
-    Status.DIVERGED: "diverged: the residual is larger than at the start; the best iterate seen "
-    "is returned (f may not be contractive: try damping, a line search or a regulariser)",
+    Status.DIVERGED: "diverged: the residual is larger than at the start (f may not be "
+    "contractive: try damping, a line search or a regulariser)",
     Status.NONFINITE: "stopped: f returned NaN or infinity; an earlier iterate is returned",
     Status.NONFINITE_START: "failed: f returned NaN or infinity at the first call; z0 is returned "
     "(check the inputs and parameters of f for this sample)",
@@ -52,8 +52,15 @@ class Cotangent:
     w: Tensor  # (batch, d)
     vjps: int  # products with Jᵀ spent
     residual: Tensor | None = None  # (batch,) ‖v − (I − Jᵀ)w‖ / ‖v‖ where measured
-    converged: Tensor | None = None  # (batch,)
+    tolerance: float | None = None  # what the residual was to be brought under
     fell_back: Tensor | None = None  # (batch,)
+
+    @property
+    def converged(self) -> Tensor | None:  # (batch,)
+        """Where the residual is within the tolerance; None without one of them."""
+        if self.residual is None or self.tolerance is None:
+            return None
+        return self.residual <= self.tolerance
 
 
 @dataclass
@@ -68,14 +75,23 @@ class BackwardRecord:
     residual: Tensor | None = None  # (batch,)
     converged: Tensor | None = None  # (batch,), where there was a tolerance
     fell_back: Tensor | None = None  # (batch,): used JFB's gradient because their own was worse
+    tolerance: float | None = None
     done: bool = False
 
     def write(self, gradient: object, found: Cotangent) -> None:
         """Take over what a gradient method reports."""
         self.gradient = type(gradient).__name__
-        self.vjps, self.residual = found.vjps, found.residual
-        self.converged, self.fell_back = found.converged, found.fell_back
+        self.vjps, self.fell_back, self.tolerance = found.vjps, found.fell_back, found.tolerance
+        self.residual = self.converged = None
+        if found.residual is not None:
+            self.measured(found.residual)
         self.done = True
+
+    def measured(self, residual: Tensor, slack: float = 0.0) -> None:  # (batch,)
+        """Take over a residual; ``slack`` is how far rounding may have moved it."""
+        self.residual = residual
+        if self.tolerance is not None:
+            self.converged = residual <= self.tolerance + slack
 
     def __str__(self) -> str:
         if not self.done:
@@ -101,7 +117,7 @@ class Solution:
     residual: Tensor  # (batch,) of the returned z, relative or absolute as the solver says
     steps: Tensor  # (batch,) solver steps taken before the sample was frozen
     trace: Tensor  # (steps, batch) residual after each step; constant once frozen
-    evals: int  # calls of f
+    evals: int  # calls of f to find z; one more with autograd follows where gradients are wanted
     inverse: StateInverse | None  # estimate of (∂f/∂z − I)⁻¹ that belongs to z
     codes: Tensor  # (batch,) Status values
     precision: float = 0.0  # spacing of the numbers that f computes with

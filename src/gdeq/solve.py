@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse, StateInverse, norm, safe_norm
+from gdeq.operators import LowRankInverse, StateInverse, safe_norm
 from gdeq.options import describe
 from gdeq.solution import Solution, Status
 from gdeq.solvers.base import Solver, select
@@ -50,9 +50,9 @@ def iterate(
 
     A sample that has converged, or whose f is no longer finite, is frozen: its z and what the
     solver learned about it stay as they are while the others go on.  With a tolerance, a sample
-    that never meets it gets the best iterate seen, and the inverse estimate of that iterate.
-    With ``tol=0`` exactly ``max_iter`` steps are made, the last iterate is returned, and the
-    device is never waited for.
+    that never meets it gets the iterate of smallest ‖g‖ seen, and the inverse estimate of that
+    iterate.  With ``tol=0`` exactly ``max_iter`` steps are made, the last iterate is returned, and
+    the device is never waited for.
 
     right: f(0), which says that f is affine; a relative residual is then relative to its norm, as
         for a linear system, instead of to max(‖f(z)‖, ‖z‖).
@@ -61,24 +61,28 @@ def iterate(
     watch = solver.tol > 0
     # A relative residual at this level is the rounding of f itself (half a unit in the last place).
     rounding = 0.5 * precision
-    scale = None if right is None else norm(right)
+    scale = None if right is None else safe_norm(right)
+    floor = z.new_zeros(())
 
     def evaluate(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # -> (batch, d), (batch,), (batch,)
         """g, its norm, and what that is relative to."""
         fz = f(z)
         g = fz - z
         size = torch.maximum(safe_norm(fz), safe_norm(z)) if scale is None else scale
-        return g, safe_norm(g), size
+        return g, safe_norm(g), torch.maximum(size, floor)
 
     def relate(absolute: Tensor, size: Tensor) -> Tensor:  # -> (batch,)
         return torch.where(absolute > 0, absolute / size, absolute)  # 0/0 is solved
 
     g, absolute, size = evaluate(z)
     evals = 1
+    if scale is None:
+        # Where z* = 0 nothing is ever small beside z; it is beside the rounding of where z began.
+        floor = precision * size
     relative = relate(absolute, size)
     residual = relative if solver.stop == "relative" else absolute
     within = residual <= solver.tol
-    first_absolute, first_size = absolute, size
+    first_absolute, first_size, peak = absolute, size, absolute
     finite = torch.isfinite(absolute) & torch.isfinite(size)
     codes = torch.where(finite, Status.RUNNING, Status.NONFINITE_START)
     active = finite
@@ -88,7 +92,8 @@ def iterate(
     steps = torch.zeros_like(codes)
     state = solver.init(z, g, steps=max_steps, precision=precision, inverse=inverse, right=right)
     trace: list[Tensor] = []
-    best_z, best_g, best_residual, best_step = z, g, residual, steps
+    # The best is that of smallest ‖g‖: relative to a z that ran away, any g is small.
+    best_z, best_g, best_absolute, best_residual, best_step = z, g, absolute, residual, steps
 
     for step in range(1, max_steps + 1):
         if watch and (step - 1) % solver.check_every == 0 and not bool(active.any()):
@@ -108,7 +113,9 @@ def iterate(
         good = active & finite
         z, g, state = solver.learn(z, g, z_try, g_try, good, state)
         if solver.linear_only:
-            new_absolute = norm(g)  # of the iterate, which is not where f was evaluated
+            # Of the iterate, which is not where f was evaluated; no better known than f rounds.
+            new_absolute = torch.maximum(safe_norm(g), rounding * size)
+        before = relative
         absolute = torch.where(good, new_absolute, absolute)
         relative = torch.where(good, relate(new_absolute, size), relative)
         residual = relative if solver.stop == "relative" else absolute
@@ -117,18 +124,22 @@ def iterate(
         active = good
         if watch:
             within = residual <= solver.tol
-            # A z that runs away makes any g look small beside it: with f(z) = z + c, slowly and
-            # g constant; after a wild step, at once, when it may even vanish in rounding.
-            constant = (absolute - first_absolute).abs() <= 1e-3 * first_absolute
-            seen = torch.maximum(absolute, precision * size)
-            flown = (size > 1e6 * first_size) & (seen >= 0.99 * first_absolute)
-            converged = good & within & ~constant & ~flown
-            at_rounding = good & ~converged & (relative <= rounding)
+            converged = good & within
+            if solver.stop == "relative" and scale is None:
+                # A z that runs away makes any g look small beside it: with f(z) = z + c, slowly
+                # and g constant; after a wild step, at once, when g may even vanish in rounding.
+                peak = torch.where(good, torch.maximum(peak, absolute), peak)
+                constant = (absolute - first_absolute).abs() <= 1e-3 * first_absolute
+                seen = torch.maximum(absolute, precision * size)
+                flown = (size > 10 * first_size) & (seen > solver.tol**0.5 * peak)
+                converged = converged & ~constant & ~flown
+            at_rounding = good & ~converged & (relative <= rounding) & (relative >= before)
             codes = torch.where(converged, Status.CONVERGED, codes)
             codes = torch.where(at_rounding, Status.ROUNDING, codes)
             active = good & ~converged & ~at_rounding
-            better = good & (residual < best_residual)
+            better = good & (absolute < best_absolute)
             best_z, best_g = select(better, z, best_z), select(better, g, best_g)
+            best_absolute = torch.where(better, absolute, best_absolute)
             best_residual = torch.where(better, residual, best_residual)
             best_step = torch.where(better, step, best_step)
         trace.append(residual)

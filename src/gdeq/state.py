@@ -191,8 +191,14 @@ class StateSpace:
 
         def on_vectors(flat: Tensor) -> Tensor:
             z = self.unpack(flat)
+            version = None if flat.is_inference() else flat._version
             with torch.autocast(kind, dtype=dtype) if autocast else contextlib.nullcontext():
                 out = f(z)
+            if version is not None and flat._version != version:
+                raise StateError(
+                    "f changed its argument z in place; the solver still needs it: use operations "
+                    "that return a new tensor (nn.ReLU(inplace=False), z = z + ... for z += ...)"
+                )
             joined = self._join(self._leaves(out, "f(z)", cast=autocast))
             if torch.float16 in self.dtypes:
                 # z is kept in float32 and may leave the range of float16, which f need not show.
@@ -213,7 +219,7 @@ class StateSpace:
         """The spacing of the numbers that f computes with, under the autocast state of now."""
         kind = self.device.type
         worst = max(torch.finfo(dtype).eps for dtype in self.dtypes)
-        if _autocast_enabled(kind):
+        if _autocast_enabled(kind) and torch.float64 not in self.dtypes:  # it leaves float64 alone
             worst = max(worst, torch.finfo(torch.get_autocast_dtype(kind)).eps)
         return worst
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse, norm
+from gdeq.operators import LowRankInverse
 from gdeq.options import check_integer, check_real, options
-from gdeq.solvers.base import Solver, select
+from gdeq.solvers.base import Solver, change_seen, select
 
 
 @dataclass
@@ -88,8 +88,7 @@ class Anderson(Solver):
         state: AndersonState,
     ) -> tuple[Tensor, Tensor, AndersonState]:
         dz, dg = z_try - z, g_try - g
-        # A change of g below the rounding of f says nothing about f.
-        sound = norm(dg) > 4 * state.precision * (norm(z_try) + norm(g_try))
+        sound = change_seen(g, g_try, z_try, state.precision)
         store = (accepted & sound).unsqueeze(1)
         rows = torch.arange(len(z), device=z.device)
         place = state.count % state.dz.shape[1]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse
+from gdeq.operators import LowRankInverse, norm
 from gdeq.options import check_choice, check_integer, check_real, options
 
 
@@ -81,6 +81,16 @@ class Solver:
     def inverse(self, state: Any, at: Tensor | None) -> LowRankInverse | None:  # at: (batch,)
         """The inverse estimate as it was after step ``at`` of each sample (None: as it is)."""
         return None
+
+
+# A change of g counts as seen only if it is this many times the rounding of f; what is learned from
+# less is noise, and spoils an inverse that was good.
+SEEN = 10.0
+
+
+def change_seen(g: Tensor, g_try: Tensor, z_try: Tensor, precision: float) -> Tensor:  # -> (batch,)
+    """Whether g_try − g is more than the rounding of f at z_try."""
+    return norm(g_try - g) > SEEN * precision * (norm(z_try) + norm(g_try))
 
 
 def select(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:  # (batch,), (batch, d), (batch, d)

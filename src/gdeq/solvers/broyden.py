@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gdeq.operators import LowRankInverse, dot, norm
 from gdeq.options import check_integer, check_real, options
-from gdeq.solvers.base import Solver, select
+from gdeq.solvers.base import Solver, change_seen, select
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Broyden(Solver):
         # the end of a solve; or f(z) = z + c, where y = 0).
         eps = torch.finfo(z.dtype).eps
         sound = denominator.abs().squeeze(1) > 1e3 * eps * norm(s) * norm(by)
-        sound &= norm(g_try - g) > 4 * state.precision * (norm(z_try) + norm(g_try))
+        sound &= change_seen(g, g_try, z_try, state.precision)
         accept = accepted & sound
         if z.device.type == "cpu" and bool(accept.all()):
             u = (s - by) / denominator
