@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from gdeq.gradients import GDEQ, Gradient, Implicit, Unrolled, relative_norm
-from gdeq.operators import safe_norm
+from gdeq.operators import safe_norms
 from gdeq.options import describe
 from gdeq.solution import BackwardRecord, Cotangent, Solution, Status
 from gdeq.solve import check_solver, solve_space
@@ -116,7 +116,7 @@ class _Remainder(torch.autograd.Function):
         (noise, v), link.noise, link.v = (link.noise, link.v), None, None
         with full_precision(r.device):
             if noise is not None:
-                matters = safe_norm(r) > 10 * noise
+                matters = safe_norms(r)[0] > 10 * noise
                 if not bool(matters.any()):
                     link.v = v
                     _measure(link, r)
@@ -151,7 +151,7 @@ def _scaled_cotangent(link: _Link, v: Tensor, vjp: Vectorized) -> Cotangent:
 
     The unit is a power of two, so that nothing is rounded.
     """
-    size = safe_norm(v)
+    (size,) = safe_norms(v)
     size = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
     unit = torch.ldexp(torch.ones_like(size), size.frexp().exponent).unsqueeze(1)
     found = link.gradient.cotangent(v / unit, vjp, link.solution)
@@ -164,8 +164,8 @@ def _noise(link: _Link, found: Cotangent, v: Tensor) -> Tensor | None:  # -> (ba
     if found.residual is None:
         return None
     eps = max(torch.finfo(v.dtype).eps, link.solution.precision)
-    size = safe_norm(v)
-    return found.residual * size + 10 * eps * (size + safe_norm(found.w))
+    size, reached = safe_norms(v, found.w)
+    return found.residual * size + 10 * eps * (size + reached)
 
 
 def _measure(link: _Link, r: Tensor) -> None:
@@ -246,7 +246,9 @@ def _unrolled(
         z, solution = solve_space(f, z.detach(), space, solver)
         torch.clear_autocast_cache()
     with full_precision(space.device):
-        z, residuals = gradient.unroll(f, z, solver.stop if solver else "relative")
+        z, residuals = gradient.unroll(
+            f, z, solver.stop if solver else "relative", watch=solver is None
+        )
     if solution is not None and solver is not None:
         # The unrolled steps may have left the fixed point: the claims are about where they ended,
         # the last z that f was evaluated at.

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse, safe_norm
+from gdeq.operators import LowRankInverse, safe_norms
 from gdeq.options import check_flag, check_integer, check_real, check_type, options
 from gdeq.solution import Cotangent, Solution
 from gdeq.solve import check_solver, iterate
@@ -252,16 +252,21 @@ class Unrolled(Gradient):
         check_integer(self, "steps", 1)
         check_real(self, "damping", 0.0, 1.0, open_low=True)
 
-    def unroll(self, f: Vectorized, z: Tensor, stop: str) -> tuple[Tensor, list[Tensor]]:
-        """The last z with its graph, and the residual at each z that f was given."""
+    def unroll(
+        self, f: Vectorized, z: Tensor, stop: str, watch: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The last z with its graph, and the residual at each z f was given, or at the last."""
         trace = []
-        for _ in range(self.steps):
-            g = f(z) - z
-            with torch.no_grad():
-                size, whole = safe_norm(g), torch.maximum(safe_norm(z + g), safe_norm(z))
-                relative = torch.where(size > 0, size / whole, size)
-                trace.append(relative if stop == "relative" else size)
-            z = z + self.damping * g
+        for step in range(1, self.steps + 1):
+            fz = f(z)
+            g = fz - z
+            if watch or step == self.steps:
+                with torch.no_grad():
+                    absolute, size, other = safe_norms(g, fz, z)
+                    whole = torch.maximum(size, other)
+                    relative = torch.where(absolute > 0, absolute / whole, absolute)
+                    trace.append(relative if stop == "relative" else absolute)
+            z = fz if self.damping == 1 else z + self.damping * g
         return z, trace
 
 
@@ -273,5 +278,5 @@ def forward_inverse(solution: Solution) -> LowRankInverse:
 
 def relative_norm(r: Tensor, v: Tensor) -> Tensor:  # (batch, d), (batch, d) -> (batch,)
     """‖r‖/‖v‖, and 0 for 0/0: a sample that the loss ignores has no error."""
-    size = safe_norm(r)
-    return torch.where(size > 0, size / safe_norm(v), size)
+    size, reference = safe_norms(r, v)
+    return torch.where(size > 0, size / reference, size)

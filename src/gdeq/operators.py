@@ -95,18 +95,26 @@ def norm(a: Tensor) -> Tensor:  # (batch, d) -> (batch,)
     return torch.linalg.vector_norm(a, dim=1)
 
 
-def safe_norm(a: Tensor) -> Tensor:  # (batch, d) -> (batch,)
+def safe_norms(*vectors: Tensor) -> tuple[Tensor, ...]:  # (batch, d) each -> (batch,) each
     """The same, right also where the squares over- or underflow: claims are built on it.
 
     Summing in float64 costs nothing on a GPU.  On a CPU it does, but there a look at the plain
-    norm is free and says for which samples it is needed.
+    norms is free and says whether, and for which samples, it is needed.
     """
-    if a.device.type != "cpu" and a.dtype == torch.float32:
-        return torch.linalg.vector_norm(a, dim=1, dtype=torch.float64).to(a.dtype)
-    plain = norm(a)
-    sound = (plain > 1e-15) & (plain < 1e15)
-    if a.device.type == "cpu" and bool(sound.all()):
-        return plain
+    if vectors[0].device.type != "cpu" and vectors[0].dtype == torch.float32:
+        return tuple(
+            torch.linalg.vector_norm(a, dim=1, dtype=torch.float64).to(a.dtype) for a in vectors
+        )
+    plain = tuple(norm(a) for a in vectors)
+    if vectors[0].device.type == "cpu" and plain[0].numel():
+        least, largest = torch.stack(plain).aminmax()
+        if least > 1e-15 and largest < 1e15:
+            return plain
+    return tuple(_careful_norm(a, size) for a, size in zip(vectors, plain, strict=True))
+
+
+def _careful_norm(a: Tensor, plain: Tensor) -> Tensor:  # (batch, d), (batch,) -> (batch,)
     size = torch.linalg.vector_norm(a, float("inf"), dim=1) if a.shape[1] else plain
     unit = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
+    sound = (plain > 1e-15) & (plain < 1e15)
     return torch.where(sound, plain, norm(a / unit.unsqueeze(1)) * unit)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse, StateInverse, safe_norm
+from gdeq.operators import LowRankInverse, StateInverse, safe_norms
 from gdeq.options import describe
 from gdeq.solution import Solution, Status
 from gdeq.solvers.base import Solver, select
@@ -58,18 +58,20 @@ def iterate(
         for a linear system, instead of to max(‖f(z)‖, ‖z‖).
     """
     max_steps = solver.max_iter if max_steps is None else max_steps
-    watch = solver.tol > 0
+    watch, on_cpu = solver.tol > 0, z.device.type == "cpu"
     # A relative residual at this level is the rounding of f itself (half a unit in the last place).
     rounding = 0.5 * precision
-    scale = None if right is None else safe_norm(right)
+    scale = None if right is None else safe_norms(right)[0]
     floor = z.new_zeros(())
 
     def evaluate(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # -> (batch, d), (batch,), (batch,)
         """g, its norm, and what that is relative to."""
         fz = f(z)
         g = fz - z
-        size = torch.maximum(safe_norm(fz), safe_norm(z)) if scale is None else scale
-        return g, safe_norm(g), torch.maximum(size, floor)
+        if scale is not None:
+            return g, safe_norms(g)[0], scale
+        absolute, size, other = safe_norms(g, fz, z)
+        return g, absolute, torch.maximum(torch.maximum(size, other), floor)
 
     def relate(absolute: Tensor, size: Tensor) -> Tensor:  # -> (batch,)
         return torch.where(absolute > 0, absolute / size, absolute)  # 0/0 is solved
@@ -114,7 +116,7 @@ def iterate(
         z, g, state = solver.learn(z, g, z_try, g_try, good, state)
         if solver.linear_only:
             # Of the iterate, which is not where f was evaluated; no better known than f rounds.
-            new_absolute = torch.maximum(safe_norm(g), rounding * size)
+            new_absolute = torch.maximum(safe_norms(g)[0], rounding * size)
         before = relative
         absolute = torch.where(good, new_absolute, absolute)
         relative = torch.where(good, relate(new_absolute, size), relative)
@@ -123,20 +125,22 @@ def iterate(
         codes = torch.where(active & ~finite, Status.NONFINITE, codes)
         active = good
         if watch:
-            within = residual <= solver.tol
-            converged = good & within
-            if solver.stop == "relative" and scale is None:
-                # A z that runs away makes any g look small beside it: with f(z) = z + c, slowly
-                # and g constant; after a wild step, at once, when g may even vanish in rounding.
-                peak = torch.where(good, torch.maximum(peak, absolute), peak)
-                constant = (absolute - first_absolute).abs() <= 1e-3 * first_absolute
-                seen = torch.maximum(absolute, precision * size)
-                flown = (size > 10 * first_size) & (seen > solver.tol**0.5 * peak)
-                converged = converged & ~constant & ~flown
-            at_rounding = good & ~converged & (relative <= rounding) & (relative >= before)
-            codes = torch.where(converged, Status.CONVERGED, codes)
-            codes = torch.where(at_rounding, Status.ROUNDING, codes)
-            active = good & ~converged & ~at_rounding
+            peak = torch.where(good, torch.maximum(peak, absolute), peak)
+            ends = good & ((residual <= solver.tol) | (relative <= rounding))
+            if not on_cpu or bool(ends.any()):  # where looking is free, there is seldom more to do
+                converged = good & (residual <= solver.tol)
+                if solver.stop == "relative" and scale is None:
+                    # A z that runs away makes any g look small beside it: with f(z) = z + c,
+                    # slowly and g constant; after a wild step, at once, when g may even vanish in
+                    # rounding.
+                    constant = (absolute - first_absolute).abs() <= 1e-3 * first_absolute
+                    seen = torch.maximum(absolute, precision * size)
+                    flown = (size > 10 * first_size) & (seen > solver.tol**0.5 * peak)
+                    converged = converged & ~constant & ~flown
+                at_rounding = ends & ~converged & (relative <= rounding) & (relative >= before)
+                codes = torch.where(converged, Status.CONVERGED, codes)
+                codes = torch.where(at_rounding, Status.ROUNDING, codes)
+                active = good & ~converged & ~at_rounding
             better = good & (absolute < best_absolute)
             best_z, best_g = select(better, z, best_z), select(better, g, best_g)
             best_absolute = torch.where(better, absolute, best_absolute)
