@@ -1,0 +1,88 @@
+"""`Augment`: crop, flip and cut-out of a whole batch at once.
+
+The random part is a handful of integers per image, drawn on the CPU; the pixels stay where they
+are and are only looked up at other places.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gdeq.options import check_choice, check_flag, check_integer, options
+
+COLUMNS = 5  # top, left, flip, and the centre of the cut-out
+
+
+@options
+class Augment:
+    """The usual augmentation of small images; the defaults are those for CIFAR-10.
+
+    crop: pad by this many pixels on every side, and cut the original size out at random.
+    fill: what the padding is: "zeros" (black) or "reflect".
+    flip: left to right, every second image.
+    cutout: side of a square of the mean colour at a random centre; 0 for none.
+    """
+
+    crop: int = 4
+    fill: str = "zeros"
+    flip: bool = True
+    cutout: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer(self, "crop", 0)
+        check_choice(self, "fill", ("zeros", "reflect"))
+        check_flag(self, "flip")
+        check_integer(self, "cutout", 0)
+
+    def check(self, height: int, width: int) -> None:
+        if self.fill == "reflect" and self.crop >= min(height, width):
+            raise ValueError(
+                f"Augment.crop={self.crop} with fill='reflect' needs images larger than that, "
+                f"these are {height}×{width}"
+            )
+
+    def draw(self, count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
+        """What happens to each image. -> (count, 5) int64 on the CPU"""
+        # Always all of them: changing one option leaves the draws of the others alone.
+        tops = (2 * self.crop + 1, 2 * self.crop + 1, 2, height, width)
+        columns = [torch.randint(0, top, (count,), generator=generator) for top in tops]
+        return torch.stack(columns, dim=1)
+
+    def move(self, x: Tensor, drawn: Tensor) -> Tensor:
+        """Crop and flip. x: (b, c, h, w), drawn: (b, 5) -> (b, c, h, w)"""
+        if not self.crop and not self.flip:
+            return x
+        height, width = x.shape[-2:]
+        rows = torch.arange(height, device=x.device) + drawn[:, 0:1] - self.crop  # (b, h)
+        columns = torch.arange(width, device=x.device).expand(len(x), -1)
+        if self.flip:
+            columns = torch.where(drawn[:, 2:3] == 1, width - 1 - columns, columns)
+        columns = columns + drawn[:, 1:2] - self.crop  # (b, w)
+        inside = (_within(rows, height)[:, :, None] & _within(columns, width)[:, None, :])[:, None]
+        at = _reflected(rows, height)[:, :, None] * width + _reflected(columns, width)[:, None, :]
+        at = at.flatten(1)[:, None].expand(-1, x.shape[1], -1)  # (b, c, h·w)
+        moved = x.flatten(2).gather(2, at).view_as(x)
+        if self.crop and self.fill == "zeros":
+            moved = moved * inside
+        return moved
+
+    def cut(self, x: Tensor, drawn: Tensor) -> Tensor:
+        """Cut-out. x: (b, c, h, w) normalised, so that 0 is the mean colour; drawn: (b, 5)"""
+        if not self.cutout:
+            return x
+        height, width = x.shape[-2:]
+        before = self.cutout // 2
+        rows = torch.arange(height, device=x.device) - drawn[:, 3:4] + before  # (b, h)
+        columns = torch.arange(width, device=x.device) - drawn[:, 4:5] + before  # (b, w)
+        hole = _within(rows, self.cutout)[:, :, None] & _within(columns, self.cutout)[:, None, :]
+        return x.masked_fill(hole[:, None], 0.0)
+
+
+def _within(index: Tensor, size: int) -> Tensor:
+    return (index >= 0) & (index < size)
+
+
+def _reflected(index: Tensor, size: int) -> Tensor:
+    """Indices beyond an edge mirrored at it; clamped where one mirror is not enough (zeros)."""
+    return ((size - 1) - ((size - 1) - index.abs()).abs()).clamp(min=0)

@@ -1,0 +1,168 @@
+"""`Batches`: normalised mini-batches, made where the data is.
+
+Nothing random is carried from one batch to the next.  The order of an epoch is a function of
+(seed, epoch), the augmentation of a batch one of (seed, epoch, index); so an epoch can be taken up
+at any batch, and every process of a group can work out its own part of the same global batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from gdeq.data.augment import Augment
+
+Batch = tuple[int, tuple[Tensor, Tensor]]
+
+
+class Batches:
+    """Mini-batches of images `x` (n, c, h, w) in uint8 with labels `y` (n,).
+
+    batch_size: of all processes together; rank r of world_size takes the r-th equal part of it.
+    mean, std: per channel, of images scaled to [0, 1].
+    drop_last: leave out the last batch if it is smaller.  Turn it off (and `shuffle` too) to
+        evaluate: every sample then comes exactly once over all ranks, and a rank whose part of
+        the last batch is empty does not get it.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        batch_size: int,
+        *,
+        mean: Sequence[float],
+        std: Sequence[float],
+        seed: int = 0,
+        shuffle: bool = True,
+        augment: Augment | None = None,
+        drop_last: bool = True,
+        rank: int = 0,
+        world_size: int = 1,
+        channels_last: bool = False,
+    ) -> None:
+        _check(x, y, mean, std, augment)
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be in 0..{world_size - 1}, got {rank}")
+        if batch_size % world_size:
+            below = batch_size - batch_size % world_size
+            near = f"{below} or {below + world_size}" if below else str(world_size)
+            raise ValueError(
+                f"batch_size {batch_size} is that of all processes together and must be a multiple "
+                f"of their number {world_size}: try {near}"
+            )
+        if drop_last and batch_size > len(x):
+            raise ValueError(
+                f"batch_size {batch_size} is larger than the data set ({len(x)} samples): "
+                "lower it, or pass drop_last=False"
+            )
+        self.x, self.y = x, y
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.augment = augment
+        self.drop_last = drop_last
+        self.rank, self.world_size = rank, world_size
+        self.layout = torch.channels_last if channels_last else torch.contiguous_format
+        # (x/255 − mean) / std in one multiplication and one addition per pixel.
+        deviation = torch.tensor(std, dtype=torch.float64)
+        centre = torch.tensor(mean, dtype=torch.float64)
+        self.scale = (1 / (255 * deviation)).float().to(x.device)[:, None, None]  # (c, 1, 1)
+        self.shift = (-centre / deviation).float().to(x.device)[:, None, None]
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        whole, rest = divmod(len(self.x), self.batch_size)
+        return whole if self.drop_last or not rest else whole + 1
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
+        """index, (images, labels) for each batch of an epoch from the `start`-th on.
+
+        images: (b, c, h, w) float32, normalised; labels: (b,) int64.
+        """
+        if not 0 <= start <= len(self):
+            raise ValueError(f"start must be in 0..{len(self)} (batches per epoch), got {start}")
+        return self._epoch(epoch, start)
+
+    def _epoch(self, epoch: int, start: int) -> Iterator[Batch]:
+        order = None
+        if self.shuffle:
+            order = torch.randperm(len(self.x), generator=generator(self.seed, epoch))
+            order = _sent(order, self.x.device)
+        for index in range(start, len(self)):
+            first = index * self.batch_size
+            count = min(self.batch_size, len(self.x) - first)
+            # Equal parts of a whole batch; parts that differ by one at most of the last one.
+            low, high = (count * r // self.world_size for r in (self.rank, self.rank + 1))
+            if low < high:
+                mine = slice(first + low, first + high)
+                chosen = mine if order is None else order[mine]
+                drawn = self._drawn(epoch, index, count, slice(low, high))
+                yield index, (self._images(chosen, drawn), self.y[chosen])
+
+    def _drawn(self, epoch: int, index: int, count: int, mine: slice) -> Tensor | None:
+        if self.augment is None:
+            return None
+        height, width = self.x.shape[-2:]
+        source = generator(self.seed, epoch, index)
+        drawn = self.augment.draw(count, height, width, source)
+        return _sent(drawn[mine], self.x.device)
+
+    def _images(self, chosen: slice | Tensor, drawn: Tensor | None) -> Tensor:
+        # index_select: the same as x[chosen], several times as fast on the CPU.
+        images = self.x[chosen] if isinstance(chosen, slice) else self.x.index_select(0, chosen)
+        if self.augment is not None and drawn is not None:
+            images = self.augment.move(images, drawn)
+        # Two roundings everywhere, so that CPU and GPU agree to the bit.
+        normal = images.to(torch.float32, memory_format=self.layout).mul_(self.scale)
+        normal.add_(self.shift)
+        if self.augment is not None and drawn is not None:
+            normal = self.augment.cut(normal, drawn)
+        return normal
+
+
+def generator(*key: int) -> torch.Generator:
+    """A CPU generator that depends on all of `key` and nothing else."""
+    digest = hashlib.blake2b(repr([*map(int, key)]).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def _sent(small: Tensor, device: torch.device) -> Tensor:
+    """To the device, without waiting for it."""
+    if device.type != "cuda":
+        return small.to(device)
+    return small.pin_memory().to(device, non_blocking=True)
+
+
+def _check(
+    x: Tensor, y: Tensor, mean: Sequence[float], std: Sequence[float], augment: Augment | None
+) -> None:
+    if x.dtype != torch.uint8 or x.dim() != 4:
+        raise ValueError(
+            f"x must be uint8 images (n, c, h, w), got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    if y.dtype != torch.int64 or y.shape != x.shape[:1]:
+        raise ValueError(
+            f"y must be int64 labels ({len(x)},), got {y.dtype} of shape {tuple(y.shape)}"
+        )
+    if y.device != x.device:
+        raise ValueError(f"x is on {x.device} and y on {y.device}: put both on one device")
+    if not len(x):
+        raise ValueError("the data set is empty")
+    if len(mean) != x.shape[1] or len(std) != x.shape[1]:
+        raise ValueError(
+            f"mean and std need one value for each of the {x.shape[1]} channels, "
+            f"got {len(mean)} and {len(std)}"
+        )
+    if not all(s > 0 for s in std):
+        raise ValueError(f"std must be positive in every channel, got {tuple(std)}")
+    if augment is None:
+        return
+    if not isinstance(augment, Augment):
+        raise TypeError(f"augment must be Augment(...) or None, got {augment!r}")
+    augment.check(*x.shape[-2:])

@@ -1,0 +1,54 @@
+"""`DataError`, and where the errors of the disk become sentences."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class DataError(RuntimeError):
+    """A data set is unknown, missing, damaged or cannot be written; says what to do about it."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What goes wrong inside is about `path`, which is only read."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def writing(root: Path, needed: int) -> Iterator[None]:
+    """What goes wrong inside is about writing `needed` bytes below `root`."""
+    elsewhere = "choose another folder (GDEQ_DATA=FOLDER)"
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(
+                f"no space left in {root}: about {_mb(needed)} are needed, {_free(root)} are free. "
+                f"Make room or {elsewhere}; nothing half-written was kept."
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise DataError(
+                f"no permission to write {error.filename or root}: change its owner or {elsewhere}"
+            ) from error
+        raise DataError(
+            f"cannot write {error.filename or root}: {error.strerror or error}; {elsewhere}"
+        ) from error
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"
+
+
+def _free(folder: Path) -> str:
+    try:
+        return _mb(shutil.disk_usage(folder).free)
+    except OSError:
+        return "too few"
