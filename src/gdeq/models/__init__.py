@@ -1,0 +1,7 @@
+"""Cells and networks.  `gdeq.models.mdeq.mdeq("large")` builds a multiscale DEQ by name."""
+
+from gdeq.models.mdeq import MDEQ
+from gdeq.models.mdeq_cell import MDEQCell
+from gdeq.models.mdeq_config import MDEQConfig
+
+__all__ = ["MDEQ", "MDEQCell", "MDEQConfig"]

@@ -1,0 +1,139 @@
+"""The multiscale DEQ (Bai, Koltun, Kolter 2020) as an image classifier.
+
+image → stem → injection → DEQ(cell) → one feature map per scale → head → logits
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gdeq.gradients import GDEQ, Gradient
+from gdeq.layer import DEQ
+from gdeq.models.layers import conv, group_norm
+from gdeq.models.mdeq_cell import MDEQCell, MultiscaleState
+from gdeq.models.mdeq_config import MDEQConfig, Shape, named
+from gdeq.solvers.base import Solver
+from gdeq.solvers.broyden import Broyden
+
+HEAD_EXPANSION = 4
+
+
+def outer_norm(config: MDEQConfig, channels: int, affine: bool = True) -> nn.Module:
+    if config.outer_norm == "group":
+        return group_norm(config.groups, channels, affine=affine)
+    return nn.BatchNorm2d(channels, affine=affine)
+
+
+class Stem(nn.Sequential):
+    """The image as the cell's injection: 3×3 convolutions, the first of them strided as asked."""
+
+    def __init__(self, config: MDEQConfig) -> None:
+        width = config.channels[0]
+        layers: list[nn.Module] = []
+        inner = config.image_channels
+        for i in range(max(2, config.downsample)):
+            stride = 2 if i < config.downsample else 1
+            layers += [conv(inner, width, 3, stride), outer_norm(config, width), nn.ReLU()]
+            inner = width
+        if config.downsample or len(config.channels) > 2:
+            layers += [conv(width, width, 1), outer_norm(config, width), nn.ReLU()]
+        super().__init__(*layers)
+
+
+class Bottleneck(nn.Module):
+    """Widens one scale's features for the head; only the shortcut's norm is affine."""
+
+    def __init__(self, channels: int, inner: int, config: MDEQConfig) -> None:
+        super().__init__()
+        outer = HEAD_EXPANSION * inner
+        self.body = nn.Sequential(
+            conv(channels, inner, 1),
+            outer_norm(config, inner, affine=False),
+            nn.ReLU(),
+            conv(inner, inner, 3),
+            outer_norm(config, inner, affine=False),
+            nn.ReLU(),
+            conv(inner, outer, 1),
+            outer_norm(config, outer, affine=False),
+        )
+        self.shortcut: nn.Module = nn.Identity()
+        if channels != outer:
+            self.shortcut = nn.Sequential(conv(channels, outer, 1), outer_norm(config, outer))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return torch.relu(self.body(z) + self.shortcut(z))
+
+
+class Head(nn.Module):
+    """Collects the scales from the highest resolution down, averages, and classifies."""
+
+    def __init__(self, config: MDEQConfig) -> None:
+        super().__init__()
+        outer = [HEAD_EXPANSION * inner for inner in config.head_channels]
+        self.widen = nn.ModuleList(
+            Bottleneck(channels, inner, config)
+            for channels, inner in zip(config.channels, config.head_channels, strict=True)
+        )
+        self.down = nn.ModuleList(
+            nn.Sequential(conv(high, low, 3, stride=2), outer_norm(config, low), nn.ReLU())
+            for high, low in pairwise(outer)
+        )
+        self.final = nn.Sequential(
+            conv(outer[-1], config.final_channels, 1),
+            outer_norm(config, config.final_channels),
+            nn.ReLU(),
+        )
+        self.classify = nn.Linear(config.final_channels, config.classes)
+
+    def forward(self, z: MultiscaleState) -> Tensor:  # -> (batch, classes)
+        y = self.widen[0](z[0])
+        for down, widen, part in zip(self.down, self.widen[1:], z[1:], strict=True):
+            y = widen(part) + down(y)
+        return self.classify(self.final(y).mean(dim=(2, 3)))
+
+
+class MDEQ(nn.Module):
+    """Images (batch, channels, height, width) to logits (batch, classes); any height and width.
+
+    ``deq`` is the equilibrium layer: its solver and gradient may be replaced at any time.  The
+    paper's pre-training is ``model.deq.solver, model.deq.gradient = None, Unrolled(10)``.
+    """
+
+    def __init__(
+        self,
+        config: MDEQConfig,
+        solver: Solver | None = Broyden(max_iter=18, tol=1e-3),  # noqa: B008 (frozen)
+        gradient: Gradient = GDEQ(),  # noqa: B008 (frozen)
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.stem = Stem(config)
+        self.deq = DEQ(MDEQCell(config), solver, gradient)
+        self.head = Head(config)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.deq(self.stem(images)))
+
+
+def mdeq(
+    size: str,
+    *,
+    classes: int = 10,
+    image_shape: Shape = (3, 32, 32),
+    solver: Solver | None = Broyden(max_iter=18, tol=1e-3),  # noqa: B008 (frozen)
+    gradient: Gradient = GDEQ(),  # noqa: B008 (frozen)
+    **overrides: Any,
+) -> MDEQ:
+    """A named size, "small", "tiny" or "large", for images of this shape, channels first.
+
+    Height and width are free at every call; ``image_shape`` is what a data set has at hand.
+    overrides: any option of `MDEQConfig`.
+    """
+    if len(image_shape) != 3:
+        raise ValueError(f"image_shape is (channels, height, width), got {image_shape!r}")
+    config = named(size, classes=classes, image_channels=image_shape[0], **overrides)
+    return MDEQ(config, solver, gradient)
