@@ -1,4 +1,4 @@
-.PHONY: setup test lint types unit bench clean
+.PHONY: setup test lint types unit demo bench clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -23,6 +23,10 @@ types: setup
 
 unit: setup
 	$(BIN)/python -m pytest -n 2
+
+# The small MDEQ on digits with all four gradients: a table and a page.
+demo: setup
+	$(BIN)/gdeq compare digits --no-pretraining --out runs/demo
 
 # The figures of record: tables on screen, CSV and PNG under results/.
 bench: setup

@@ -45,8 +45,8 @@ class Report:
     """Prints, and keeps what was printed for results/."""
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
-        if args.threads:
-            torch.set_num_threads(args.threads)
+        if args.threads or args.quick:  # more threads are no use at tiny sizes
+            torch.set_num_threads(args.threads or 1)
         torch.backends.cudnn.allow_tf32 = False  # float32 shall mean float32 on every device
         # A smoke run must not overwrite the figures of record; git ignores runs/.
         self.folder = ROOT / "runs" / "quick" if args.quick and args.out == RESULTS else args.out

@@ -190,7 +190,9 @@ def _check_second_order(gradient: Gradient) -> None:
 
 def _attach(f: Vectorized, z: Tensor, gradient: Gradient, solution: Solution) -> Tensor:
     """z, with gradients to all that f closes over.  z: (batch, d), a fixed point of f."""
-    link = _Link(gradient, solution)
+    # The graph outlives the step in which it was made: it must not hold a store it does not use.
+    needed = solution if gradient.uses_inverse else replace(solution, inverse=None)
+    link = _Link(gradient, needed)
     with torch.enable_grad():
         if not gradient.uses_vjp:
             out = f(z)

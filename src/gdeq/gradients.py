@@ -183,9 +183,9 @@ class GDEQ(Gradient):
             right=v,
             inverse=inverse.T,
         )
-        assert found.inverse is not None
-        # The last VJP pays for one more step; the pass through f measures where it led.
-        return Cotangent(found.z - found.inverse.matvec(found.g), found.evals)
+        # The last VJP pays for one more step, −B⁻¹g, which Broyden's state holds ready; the pass
+        # through f measures where it led.
+        return Cotangent(found.z - found.state.bg, found.evals)
 
     def _refine_where_needed(
         self, w: Tensor, v: Tensor, vjp: Vectorized, solution: Solution, inverse: LowRankInverse

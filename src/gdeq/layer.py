@@ -22,7 +22,8 @@ from gdeq.state import State, copied
 class DEQ(nn.Module):
     """z = cell(z, x), solved.
 
-    cell: a module or function ``cell(z, x, ...)`` that returns a new z of the same form.
+    cell: a module or function ``cell(z, x, ...)`` that returns a new z of the same form.  The
+        parameters of a function are not known to the layer, nor is dropout in it held still.
     solver, gradient: may be replaced at any time (pre-train with ``Unrolled``, then switch).
 
     ``z0`` is taken from the call; else from ``cell.initial_state(x, ...)`` where the cell has such
@@ -48,12 +49,22 @@ class DEQ(nn.Module):
     @torch.compiler.disable
     def forward(self, *inputs: Any, z0: State = None, **options: Any) -> State:
         self.solution = None  # frees the last call's inverse before this one grows
+        guessed = z0 is None and not hasattr(self.cell, "initial_state")
         if z0 is None:
             z0 = self._initial_state(*inputs, **options)
         with hold(self.cell):
-            solution = fixed_point(
-                lambda z: self.cell(z, *inputs, **options), z0, self.solver, self.gradient
-            )
+            try:
+                solution = fixed_point(
+                    lambda z: self.cell(z, *inputs, **options), z0, self.solver, self.gradient
+                )
+            except Exception as problem:
+                if guessed:
+                    problem.add_note(
+                        "gdeq: no z0 was given, so the solve started from zeros like x; if z has "
+                        "another shape than x, call deq(x, z0=...) or give the cell a method "
+                        "initial_state(x)"
+                    )
+                raise
         # A copy: it stays what it is when the caller works on the output in place.
         self.solution = replace(solution, z=copied(solution.z))
         return solution.z
@@ -65,6 +76,11 @@ class DEQ(nn.Module):
         x = inputs[0] if inputs else None
         if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0:
             return torch.zeros_like(x)
+        if isinstance(x, Tensor) and not x.is_floating_point():
+            raise ValueError(
+                f"x is {x.dtype}, and a state must be floating point, so it cannot start as zeros "
+                "like x: call deq(x, z0=...), or give the cell a method initial_state(x)"
+            )
         raise ValueError(
             "the shape of the state is not known: call deq(x, z0=...), or give the cell a method "
             "initial_state(x) that returns one (without either, zeros like a tensor x are used)"

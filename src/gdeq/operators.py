@@ -33,11 +33,12 @@ class LowRankInverse:
 
     def matvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
         """B⁻¹x."""
-        start = self.base.matvec(x) if self.base else -x
         if self.u.shape[1] == 0:
-            return start
-        weights = torch.bmm(self.v, x.unsqueeze(2))  # (batch, rank, 1)
-        return torch.baddbmm(start.unsqueeze(1), weights.transpose(1, 2), self.u).squeeze(1)
+            return self.base.matvec(x) if self.base else -x
+        start, sign = (self.base.matvec(x), 1) if self.base else (x, -1)
+        # Row times matrix: the other way round BLAS takes up to twice as long.
+        weights = torch.bmm(x.unsqueeze(1), self.v.transpose(1, 2))  # (batch, 1, rank)
+        return torch.baddbmm(start.unsqueeze(1), weights, self.u, beta=sign).squeeze(1)
 
     def rmatvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
         """B⁻ᵀx."""
@@ -54,12 +55,15 @@ class LowRankInverse:
         return start + self.u.transpose(1, 2) @ self.v
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StateInverse:
     """The same operator for the user: takes a batched vector or a state, returns what it took."""
 
     vectors: LowRankInverse
     space: StateSpace
+
+    def __repr__(self) -> str:
+        return f"<inverse of rank {self.rank} for {self.space.batch} samples of {self.space.size}>"
 
     @property
     def rank(self) -> int:
@@ -98,8 +102,8 @@ def norm(a: Tensor) -> Tensor:  # (batch, d) -> (batch,)
 def safe_norms(*vectors: Tensor) -> tuple[Tensor, ...]:  # (batch, d) each -> (batch,) each
     """The same, right also where the squares over- or underflow: claims are built on it.
 
-    Summing in float64 costs nothing on a GPU.  On a CPU it does, but there a look at the plain
-    norms is free and says whether, and for which samples, it is needed.
+    A GPU sums in float64.  On a CPU a look at the plain norms is free and says whether, and for
+    which samples, more care is needed.
     """
     if vectors[0].device.type != "cpu" and vectors[0].dtype == torch.float32:
         return tuple(

@@ -108,7 +108,7 @@ class BackwardRecord:
         return text
 
 
-@dataclass
+@dataclass(repr=False)
 class Solution:
     """A fixed point and how it was found.  Per-sample fields are tensors on the state's device."""
 
@@ -132,6 +132,9 @@ class Solution:
     def backward(self) -> BackwardRecord | None:
         """The record of the last backward pass; None before the first."""
         return self.record if self.record.done else None
+
+    def __repr__(self) -> str:
+        return f"<Solution: {str(self).splitlines()[0]}>"
 
     def __str__(self) -> str:
         batch = len(self.codes)

@@ -178,7 +178,7 @@ class Broyden(Solver):
         stale = number >= kept.unsqueeze(1)  # (batch, used)
         if not bool(stale.any()):
             return estimate
-        keep = ~stale.unsqueeze(2)
-        return LowRankInverse(
-            torch.where(keep, estimate.u, 0.0), torch.where(keep, estimate.v, 0.0), state.base
-        )
+        # In place: the solve is over, and a copy would double the memory.
+        estimate.u.masked_fill_(stale.unsqueeze(2), 0.0)
+        estimate.v.masked_fill_(stale.unsqueeze(2), 0.0)
+        return estimate

@@ -1,0 +1,273 @@
+"""The command line: thin; the work is in `training`, `report` and `data`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.progress import Progress
+
+from gdeq import data as datasets
+from gdeq import report as reports
+from gdeq.training import checkpoint, folder, loop, process, runs
+from gdeq.training import config as configs
+from gdeq.training.config import Config
+
+app = typer.Typer(
+    help="Train deep equilibrium models, compare their gradients, look at the results.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(highlight=False, markup=False, soft_wrap=True)
+
+EXPECTED = (
+    configs.ConfigError,
+    checkpoint.CheckpointError,
+    folder.RunError,
+    loop.TrainingError,
+    process.DeviceError,
+    datasets.DataError,
+    reports.ReportError,
+)
+
+KEYS = "Settings, as key=value (nested ones with a dot): " + ", ".join(configs.all_keys())
+Settings = Annotated[
+    list[str] | None, typer.Argument(metavar="[key=value]...", help=KEYS, show_default=False)
+]
+Root = Annotated[
+    Path | None, typer.Option("--data", help="Folder of the data sets ($GDEQ_DATA, else ./data).")
+]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and stop.")]
+
+
+def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """What a user can mend is told in a sentence, not in a traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except EXPECTED as problem:
+            typer.secho(f"error: {problem}", fg="red", err=True)
+            raise typer.Exit(1) from problem
+        except loop.Interrupted as stop:
+            typer.secho(str(stop), err=True)
+            raise typer.Exit(128 + stop.number) from stop
+
+    return run
+
+
+@app.command()
+@plain_errors
+def train(
+    source: Annotated[
+        str, typer.Argument(help=f"A preset ({', '.join(configs.PRESETS)}) or a YAML file.")
+    ] = "digits",
+    settings: Settings = None,
+    run: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with this run from its last checkpoint.")
+    ] = None,
+    data: Root = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Train a multiscale DEQ.
+
+    gdeq train                                   digits, on the CPU, a minute
+
+    gdeq train cifar10-fast gradient=implicit    another gradient
+
+    gdeq train --resume runs/NAME                after a stop, of whatever kind
+
+    torchrun --nproc-per-node 4 -m gdeq train cifar10-fast     several GPUs
+    """
+    if resume is not None:
+        # With --resume the first argument, if there is one, is a setting.
+        overrides = [*([] if source == "digits" else [source]), *(settings or [])]
+        if run is not None:
+            raise configs.ConfigError("--resume goes on in its own folder: leave --run out")
+        if dry_run:
+            config = configs.load(str(resume / "config.yaml"), overrides)
+            describe(config, [folder.RunFolder.open(resume).path])
+            return
+        show(runs.resume(resume, data, overrides), resume)
+        return
+    if "=" in source:  # gdeq train epochs=3
+        settings, source = [source, *(settings or [])], "digits"
+    config = configs.load(source, settings)
+    path = run or Path("runs") / default_name(config)
+    if dry_run:
+        describe(config, [path])
+        return
+    show(runs.train(path, config, data), path)
+
+
+@app.command()
+@plain_errors
+def evaluate(run: RunPath, data: Root = None, device: str | None = None) -> None:
+    """Test accuracy and loss of a finished run."""
+    found = runs.evaluate(run, data, device)
+    console.print(
+        f"{run}: test accuracy {found['accuracy']:.2f} %, loss {found['loss']:.4f}, "
+        f"{found['samples']:.0f} images, residual {found['residual']:.1e}"
+    )
+
+
+@app.command()
+@plain_errors
+def compare(
+    source: Annotated[str, typer.Argument(help="A preset or a YAML file.")] = "digits",
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs and the report.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = 1,
+    pretraining: Annotated[
+        bool, typer.Option(help="Also with unrolled pre-training: the table's second column.")
+    ] = True,
+    data: Root = None,
+    dry_run: DryRun = False,
+) -> None:
+    """The paper's Table 2: Implicit, JFB, NPG and GDEQ, without and with pre-training.
+
+    Same recipe and same seed for all; then the table and the page.  Called again it goes on where
+    it was stopped.  pretrain_steps says how long the pre-training is (default: a fifth).
+    """
+    if "=" in source:
+        settings, source = [source, *(settings or [])], "digits"
+    config = configs.load(source, settings)
+    place = out or Path("runs") / f"compare-{config.data}-{config.model.size}"
+    if dry_run:
+        kinds = ("", "-pretrained") if pretraining else ("",)
+        names = [f"{g}{p}-seed*" for p in kinds for g in runs.GRADIENTS]
+        describe(config, [place / name for name in names])
+        return
+    pretrain = 0
+    if pretraining:
+        pretrain = config.pretrain_steps or runs.default_pretraining(config, data)
+    paths = runs.compare(place, config, pretrain, seeds, data, console.print)
+    page = reports.write(paths, place)
+    typer.echo(reports.table(paths))
+    console.print(f"report: {page}")
+
+
+@app.command()
+@plain_errors
+def similarity(
+    run: RunPath,
+    epochs: Annotated[
+        list[int] | None, typer.Option("--epoch", help="Snapshots to look at (default: all).")
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="Mini-batches at each.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1)] = 64,
+    data: Root = None,
+    device: str | None = None,
+) -> None:
+    """The paper's cosine figure: each method's gradient beside the exact one, at chosen epochs."""
+    by_method: dict[tuple[int, str], list[float]] = {}
+    worst = 0.0
+    for record in runs.measure_similarity(run, epochs, batches, batch_size, data, device):
+        key = (record["epoch"], record["method"])
+        by_method.setdefault(key, []).append(record["cosine"])
+        worst = max(worst, record["exact_residual"])
+    for (epoch, method), values in by_method.items():
+        middle = sorted(values)[len(values) // 2]
+        console.print(
+            f"epoch {epoch:3d}  {method:14s}  cosine: median {middle:.4f}, least {min(values):.4f}"
+        )
+    console.print(f"the exact gradient's own residual is at most {worst:.1e}")
+
+
+@app.command()
+@plain_errors
+def report(
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    out: Annotated[Path, typer.Option(help="Folder for the page and its figures.")] = Path(
+        "report"
+    ),
+) -> None:
+    """One self-contained HTML page about these runs, and its figures as PNG and CSV."""
+    page = reports.write(paths, out)
+    typer.echo(reports.table(paths))
+    console.print(f"report: {page}")
+
+
+@app.command()
+@plain_errors
+def bench(
+    source: Annotated[str, typer.Argument(help="A preset or a YAML file.")] = "digits",
+    settings: Settings = None,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps timed for each.")] = 10,
+    data: Root = None,
+) -> None:
+    """Time one training step with each gradient, in turns, on this machine."""
+    if "=" in source:
+        settings, source = [source, *(settings or [])], "digits"
+    config = configs.load(source, settings)
+    rows = runs.bench(config, steps, data)
+    slowest = max(row["ms"] for row in rows if row["gradient"] == "implicit")
+    typer.echo(f"{config.data} {config.model.size}, batch {config.batch_size}, {rows[0]['device']}")
+    typer.echo("gradient      ms/step   against Implicit   peak MiB")
+    for row in rows:
+        peak = "-" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}"
+        typer.echo(
+            f"{row['gradient']:12s} {row['ms']:8.1f}   {slowest / row['ms']:15.2f}x   {peak:>8s}"
+        )
+
+
+@app.command("data")
+@plain_errors
+def get_data(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(datasets.NAMES)}.")],
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Take it from this archive or folder.")
+    ] = None,
+    data: Root = None,
+) -> None:
+    """Find, download or rebuild a data set, and check every file of it."""
+    with Progress(console=console, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def tell(what: str, done: int, total: int | None) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        place = datasets.prepare(name, data, source, tell)
+    own = name == "digits"
+    console.print(f"{name} comes with scikit-learn" if own else f"{name} is ready: {place}")
+
+
+@app.command()
+@plain_errors
+def info() -> None:
+    """Versions and devices."""
+    for key, value in folder.environment().items():
+        console.print(f"{key:10s} {value}")
+
+
+def default_name(config: Config) -> str:
+    parts = [config.data, config.model.size, config.gradient.name]
+    if config.pretrain_steps:
+        parts.append("pretrained")
+    return "-".join([*parts, f"seed{config.seed}", time.strftime("%Y%m%d-%H%M%S")])
+
+
+def describe(config: Config, paths: list[Path]) -> None:
+    console.print(yaml.safe_dump(configs.to_dict(config), sort_keys=False))
+    for path in paths:
+        console.print(f"would train into {path}")
+
+
+def show(summary: dict[str, Any], path: Path) -> None:
+    if not summary:  # not the first process
+        return
+    console.print(json.dumps(summary, indent=1))
+    console.print(f"run folder: {path}   (gdeq report {path})")

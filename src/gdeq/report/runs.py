@@ -1,0 +1,206 @@
+"""Reading a run folder: whatever is there, whole or cut off in the middle."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Record = dict[str, Any]
+
+
+class ReportError(RuntimeError):
+    """The report cannot be made; the message says what to do."""
+
+
+def number(value: object) -> float | None:
+    """A finite number, or nothing: null stands for NaN in the metrics."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder.  Without a summary it is unfinished, and its latest figures stand."""
+
+    path: Path
+    name: str
+    config: Record
+    config_text: str
+    environment: Record
+    steps: list[Record]
+    epochs: list[Record]
+    similarity: list[Record]
+    summary: Record | None
+    problems: tuple[str, ...]
+
+    @property
+    def finished(self) -> bool:
+        return self.summary is not None
+
+    @property
+    def gradient(self) -> Record:
+        """The settings of the gradient, by name alone where only that is given."""
+        found = self.config.get("gradient")
+        return found if isinstance(found, dict) else {"name": found or "unknown"}
+
+    @property
+    def seed(self) -> object:
+        return self.config.get("seed")
+
+    @property
+    def pretrained(self) -> bool:
+        return (number(self.config.get("pretrain_steps")) or 0) > 0
+
+    @property
+    def accuracy(self) -> float | None:
+        """Of the final epoch, never of the best one."""
+        return self._figure("test_accuracy", "test_accuracy")
+
+    @property
+    def seconds(self) -> float | None:
+        return self._figure("train_seconds", "seconds")
+
+    @property
+    def steps_done(self) -> float | None:
+        return self._figure("steps", "step")
+
+    @property
+    def epochs_done(self) -> int:
+        return int(self._figure("epochs", "epoch") or 0)
+
+    @property
+    def epochs_wanted(self) -> int:
+        return int(number(self.config.get("epochs")) or self.epochs_done)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        seconds, steps = self.seconds, self.steps_done
+        return seconds / steps if seconds is not None and steps else None
+
+    @property
+    def ms_per_step(self) -> float | None:
+        if self.summary is not None:
+            return number(self.summary.get("ms_per_step"))
+        found = [ms for record in self.steps if (ms := number(record.get("ms"))) is not None]
+        return statistics.median(found) if found else None
+
+    @property
+    def device(self) -> object:
+        return (self.summary or {}).get("device") or self.environment.get("device")
+
+    @property
+    def progress(self) -> str:
+        return f"epoch {self.epochs_done} of {self.epochs_wanted}"
+
+    def _figure(self, in_summary: str, in_epoch: str) -> float | None:
+        if self.summary is not None:
+            return number(self.summary.get(in_summary))
+        return number(self.epochs[-1].get(in_epoch)) if self.epochs else None
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Each folder once, in the order given, under names that tell them apart."""
+    if not paths:
+        raise ReportError("no runs given: name one or more run folders, as in `gdeq report runs/*`")
+    runs = [read_run(path) for path in dict.fromkeys(Path(p).resolve() for p in paths)]
+    return [replace(run, name=_distinct_name(run.path, runs)) for run in runs]
+
+
+def read_run(path: Path) -> Run:
+    if not path.is_dir():
+        what = "is a file, not a run folder" if path.exists() else "does not exist"
+        raise ReportError(f"{path} {what}")
+    if not (path / "config.yaml").is_file():
+        raise ReportError(f"{path} is not a run folder: it holds no config.yaml{_inside(path)}")
+    problems: list[str] = []
+    text = _text(path / "config.yaml")
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as problem:
+        raise ReportError(f"{path / 'config.yaml'} is not valid YAML: {problem}") from problem
+    if not isinstance(config, dict):
+        raise ReportError(f"{path / 'config.yaml'} holds no settings")
+    metrics = _lines(path / "metrics.jsonl", problems)
+    return Run(
+        path,
+        path.name,
+        config,
+        text,
+        _object(path / "environment.json", problems) or {},
+        _ordered(metrics, "step", "step"),
+        _ordered(metrics, "epoch", "epoch"),
+        _lines(path / "similarity.jsonl", problems),
+        _object(path / "summary.json", problems),
+        tuple(problems),
+    )
+
+
+def _inside(path: Path) -> str:
+    found = sorted(p.parent.name for p in path.glob("*/config.yaml"))
+    return f"; run folders inside it: {', '.join(found[:4])} (try {path}/*)" if found else ""
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError as problem:
+        raise ReportError(f"cannot read {path}: {problem.strerror}") from problem
+
+
+def _lines(path: Path, problems: list[str]) -> list[Record]:
+    """The lines that are whole.  The last one may be torn: the run was cut off, or is writing."""
+    lines = _text(path).splitlines() if path.exists() else []
+    found, damaged = [], 0
+    for index, line in enumerate(lines):
+        record = _parsed(line)
+        if record is not None:
+            found.append(record)
+        elif line.strip() and index < len(lines) - 1:
+            damaged += 1
+    if damaged:
+        problems.append(f"{damaged} damaged lines in {path.name} were passed over")
+    return found
+
+
+def _object(path: Path, problems: list[str]) -> Record | None:
+    if not path.exists():
+        return None
+    found = _parsed(_text(path))
+    if found is None:
+        problems.append(f"{path.name} is damaged and was passed over")
+    return found
+
+
+def _parsed(text: str) -> Record | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _ordered(metrics: list[Record], kind: str, key: str) -> list[Record]:
+    """By step or epoch; of one that was made twice (a resumed run) the later counts."""
+    by_key = {
+        at: record
+        for record in metrics
+        if record.get("kind") == kind and (at := number(record.get(key))) is not None
+    }
+    return [by_key[at] for at in sorted(by_key)]
+
+
+def _distinct_name(path: Path, runs: list[Run]) -> str:
+    """The folder's name, with as many parents as it takes."""
+    for count in range(1, len(path.parts)):
+        tail = path.parts[-count:]
+        if sum(run.path.parts[-count:] == tail for run in runs) == 1:
+            return "/".join(tail)
+    return str(path)

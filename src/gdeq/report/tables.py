@@ -1,0 +1,152 @@
+"""The page's tables of results: the paper's Table 2, moments, runs, similarity."""
+
+from __future__ import annotations
+
+import statistics
+
+from gdeq.report import formats
+from gdeq.report.inline import colours
+from gdeq.report.markup import Markup, header, join, table, tag
+from gdeq.report.methods import Look
+from gdeq.report.recipes import WORKLOAD, recipe
+from gdeq.report.rows import Cell, Row, levels_reached, moments
+from gdeq.report.runs import Run
+from gdeq.report.similarity import Similarity
+
+Looks = dict[str, Look]
+
+
+def key(name: str, looks: Looks) -> Markup:
+    """A patch of the method's colour beside its name."""
+    index = list(colours(looks)).index(looks[name].light)
+    patch = tag("span", "", class_="key", style=f"background: var(--method-{index})")
+    return join(patch, name)
+
+
+def headline(rows: list[Row], looks: Looks) -> Markup:
+    """In the form of the paper's Table 2; the best of a column is bold."""
+    columns = ("Method", "Speed-up", None, "ms / step", "Training time", "VJPs", "Epochs")
+    top = [
+        tag("th", name, scope="col", rowspan="2")
+        if name
+        else tag("th", "Test accuracy (%), pre-training", scope="colgroup", colspan="2")
+        for name in columns
+    ]
+    head = [
+        tag("tr", *top),
+        tag("tr", tag("th", "without", scope="col"), tag("th", "with", scope="col")),
+    ]
+    fastest = _best(rows, [row.speedup for row in rows])
+    plain = _best(rows, [_final(row.without) for row in rows])
+    pretrained = _best(rows, [_final(row.pretrained) for row in rows])
+    body: list[list[object]] = []
+    for row in rows:
+        ms, time = formats.times(row)
+        body.append(
+            [
+                key(row.label, looks),
+                _cell(formats.speedup(row.speedup), row.speedup == fastest),
+                _cell(
+                    formats.accuracy(row.without),
+                    _final(row.without) == plain,
+                    formats.seeds(row.without),
+                ),
+                _cell(
+                    formats.accuracy(row.pretrained),
+                    _final(row.pretrained) == pretrained,
+                    formats.seeds(row.pretrained),
+                ),
+                ms,
+                time,
+                row.vjps,
+                row.epochs,
+            ]
+        )
+    return table(head, body, "headline")
+
+
+def _final(cell: Cell) -> float | None:
+    return cell.mean if cell.finished else None
+
+
+def _best(rows: list[Row], values: list[float | None]) -> float:
+    """The highest of at least two on one workload; else one that nothing equals."""
+    found = [value for value in values if value is not None]
+    loads = {tuple(recipe(row.runs[0]).get(key) for key in WORKLOAD[:2]) for row in rows}
+    return max(found) if len(found) > 1 and len(loads) == 1 else float("nan")
+
+
+def _cell(text: str, best: bool, small: str = "") -> Markup:
+    below = tag("small", small) if small else Markup("")
+    return tag("td", tag("span", text, class_="best") if best else text, below)
+
+
+def moments_table(rows: list[Row], looks: Looks) -> Markup | None:
+    """When each method first tested above the highest round accuracies."""
+    levels = levels_reached(rows)
+    body: list[list[object]] = []
+    for row in rows:
+        for cell, name in ((row.without, "without"), (row.pretrained, "with")):
+            if cell.runs:
+                found = [_moment(cell, level) for level in levels]
+                body.append([key(row.label, looks), name, *found])
+    if not levels or not body:
+        return None
+    return table(header("Method", "pre-training", *(f"{level} %" for level in levels)), body)
+
+
+def _moment(cell: Cell, level: int) -> Markup:
+    found = moments(cell, level)
+    if not found:
+        return tag("td", formats.NONE)
+    few = f"{len(found)} of {len(cell.runs)} runs" if len(found) < len(cell.runs) else ""
+    return _cell(formats.duration(statistics.fmean(found)), False, few)
+
+
+def runs_table(rows: list[Row], looks: Looks) -> Markup:
+    """Each run, also the unfinished ones."""
+    body: list[list[object]] = [
+        [
+            run.name,
+            tag("td", key(row.label, looks), class_="text"),
+            "with" if run.pretrained else "without",
+            run.seed,
+            "finished" if run.finished else f"in {run.progress}",
+            formats.NONE if run.accuracy is None else f"{run.accuracy:.2f}",
+            formats.milliseconds(run.ms_per_step),
+            formats.duration(run.seconds),
+        ]
+        for row in rows
+        for run in row.runs
+    ]
+    method = tag("th", "Method", scope="col", class_="text")
+    names = ("Run", method, "Pre-training", "Seed", "State", "Accuracy (%)", "ms / step", "Time")
+    return table(header(*names), body, "runs")
+
+
+def similarity_table(found: Similarity, looks: Looks) -> Markup:
+    body: list[list[object]] = [
+        [
+            key(group.method, looks),
+            group.epoch,
+            formats.NONE if group.vjps is None else f"{group.vjps:.3g}",
+            len(group.cosine),
+            _middle(group.cosine, ".4f"),
+            f"{min(group.cosine):.4f}" if group.cosine else formats.NONE,
+            _middle(group.error, ".3f"),
+            _middle(group.residual, ".3f"),
+        ]
+        for group in found.groups
+    ]
+    names = ("Method", "After epoch", "VJPs", "Batches", "Cosine, median", "least")
+    made = table(header(*names, "Relative error, median", "Adjoint residual, median"), body)
+    return tag("details", tag("summary", "The same in numbers"), made)
+
+
+def _middle(values: list[float], form: str) -> str:
+    return format(statistics.median(values), form) if values else formats.NONE
+
+
+def problems(runs: list[Run]) -> list[str]:
+    """What could not be read, in sentences."""
+    return [f"{run.name}: {problem}." for run in runs for problem in run.problems]

@@ -1,0 +1,1 @@
+"""From a configuration to a trained model: run, resume, evaluate, compare."""

@@ -1,0 +1,370 @@
+"""What a run is: typed, frozen, and printed whole into the run folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gdeq.fixed_point import check_pair
+from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Unrolled
+from gdeq.options import check_choice, check_flag, check_integer, check_real, options
+from gdeq.solvers import GMRES, Anderson, Broyden, Picard, Solver
+
+
+class ConfigError(ValueError):
+    """A setting that does not exist or does not fit."""
+
+
+@options
+class SolverConfig:
+    """How the fixed point is found."""
+
+    name: str = "broyden"  # broyden, anderson, picard
+    max_iter: int = 18
+    tol: float = 1e-3
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice(self, "name", ("broyden", "anderson", "picard"))
+        self.build()
+
+    def build(self) -> Solver:
+        if self.name == "picard":
+            return Picard(max_iter=self.max_iter, tol=self.tol)
+        if self.name == "anderson":
+            memory = 5 if self.memory is None else self.memory
+            return Anderson(max_iter=self.max_iter, tol=self.tol, memory=memory)
+        return Broyden(max_iter=self.max_iter, tol=self.tol, memory=self.memory)
+
+
+@options
+class GradientConfig:
+    """How ∂ℓ/∂z becomes a gradient.  Each name reads only the settings that it needs."""
+
+    name: str = "gdeq"  # gdeq, implicit, jfb, npg, unrolled
+    refine: int = 0  # gdeq: VJPs spent on every step
+    tolerance: float | None = None  # gdeq: bound on the backward residual
+    max_refine: int | None = None  # gdeq, with a tolerance
+    max_iter: int = 20  # implicit
+    tol: float = 1e-6  # implicit
+    solver: str = "broyden"  # implicit: broyden, gmres, anderson, picard
+    steps: int = 5  # npg, unrolled
+    damping: float = 0.5  # npg, unrolled
+
+    def __post_init__(self) -> None:
+        check_choice(self, "name", ("gdeq", "implicit", "jfb", "npg", "unrolled"))
+        check_choice(self, "solver", ("broyden", "gmres", "anderson", "picard"))
+        self.build()
+
+    def build(self) -> Gradient:
+        if self.name == "gdeq":
+            return GDEQ(self.refine, self.tolerance, self.max_refine)
+        if self.name == "jfb":
+            return JFB()
+        if self.name == "npg":
+            return NPG(self.steps, self.damping)
+        if self.name == "unrolled":
+            return Unrolled(self.steps, self.damping)
+        kinds = {"broyden": Broyden, "gmres": GMRES, "anderson": Anderson, "picard": Picard}
+        solver = kinds[self.solver](max_iter=self.max_iter, tol=self.tol)
+        # Training takes no second derivatives; leaving them out saves an evaluation of f.
+        return Implicit(solver, double_backward=False)
+
+
+@options
+class OptimizerConfig:
+    """The optimiser and its schedule, which runs over the whole training."""
+
+    name: str = "adam"  # adam, sgd
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    momentum: float = 0.9  # sgd
+    schedule: str = "cosine"  # cosine, onecycle, constant
+    warmup: float = 0.0  # share of the steps over which the rate rises
+    clip: float | None = None  # largest gradient norm
+
+    def __post_init__(self) -> None:
+        check_choice(self, "name", ("adam", "sgd"))
+        check_real(self, "lr", 0.0, open_low=True)
+        check_real(self, "weight_decay", 0.0)
+        check_real(self, "momentum", 0.0, 1.0)
+        check_choice(self, "schedule", ("cosine", "onecycle", "constant"))
+        check_real(self, "warmup", 0.0, 1.0)
+        if self.clip is not None:
+            check_real(self, "clip", 0.0, open_low=True)
+
+
+@options
+class ModelConfig:
+    """Which MDEQ."""
+
+    size: str = "small"  # small, tiny, large
+    weight_norm: bool = True
+    dropout: float = 0.0
+    outer_norm: str = "group"  # of stem and head: group, or batch as published
+
+    def __post_init__(self) -> None:
+        check_choice(self, "outer_norm", ("group", "batch"))
+        check_choice(self, "size", ("small", "tiny", "large"))
+        check_flag(self, "weight_norm")
+        check_real(self, "dropout", 0.0, 0.99)
+
+
+@options
+class AugmentConfig:
+    """Changes to training images, drawn anew for each."""
+
+    crop: int = 0  # pixels of padding before a random crop
+    flip: bool = False
+    cutout: int = 0  # side of the square cut out, in pixels
+
+    def __post_init__(self) -> None:
+        check_integer(self, "crop", 0)
+        check_flag(self, "flip")
+        check_integer(self, "cutout", 0)
+
+
+@options
+class Config:
+    """One training run."""
+
+    data: str = "digits"  # digits, fashion-mnist, cifar10
+    epochs: int = 20
+    batch_size: int = 64  # over all processes together
+    seed: int = 0
+    device: str = "auto"  # auto, cpu, cuda
+    precision: str = "float32"  # float32, tf32, bf16
+    pretrain_steps: int = 0  # first so many steps as an unrolled weight-tied network
+    pretrain_layers: int = 5  # unrolled that deep
+    label_smoothing: float = 0.0
+    ema: float = 0.0  # decay of the averaged weights that are evaluated; 0: none
+    jacobian_weight: float = 0.0  # weight of the Jacobian penalty
+    jacobian_every: int = 5  # taken at every so many steps
+    log_every: int = 10
+    checkpoint_seconds: float = 60.0
+    snapshots: tuple[int, ...] = (1, 10, 20, 50)  # epochs whose weights are kept, for similarity
+    model: ModelConfig = field(default_factory=ModelConfig)
+    solver: SolverConfig = field(default_factory=SolverConfig)
+    gradient: GradientConfig = field(default_factory=GradientConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+
+    def __post_init__(self) -> None:
+        check_choice(self, "data", ("digits", "fashion-mnist", "cifar10"))
+        check_integer(self, "epochs", 1)
+        check_integer(self, "batch_size", 1)
+        check_integer(self, "seed", 0)
+        if self.device not in ("auto", "cpu") and not str(self.device).startswith("cuda"):
+            raise ValueError(f"Config.device must be auto, cpu or cuda, got {self.device!r}")
+        check_choice(self, "precision", ("float32", "tf32", "bf16"))
+        check_integer(self, "pretrain_steps", 0)
+        check_integer(self, "pretrain_layers", 1)
+        check_real(self, "label_smoothing", 0.0, 0.99)
+        check_real(self, "ema", 0.0, 0.999999)
+        check_real(self, "jacobian_weight", 0.0)
+        check_integer(self, "jacobian_every", 1)
+        check_integer(self, "log_every", 1)
+        check_real(self, "checkpoint_seconds", 0.0)
+        check_pair(self.solver.build(), self.gradient.build())
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.snapshots):
+            raise ValueError(f"Config.snapshots are epochs from 1 on, got {self.snapshots!r}")
+
+
+_FAST = {"schedule": "onecycle", "warmup": 0.2}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # A minute on two cores.
+    "digits": {
+        "epochs": 20,
+        "batch_size": 64,
+        "label_smoothing": 0.1,
+        "solver": {"max_iter": 12, "tol": 1e-2},
+        "gradient": {"max_iter": 20, "tol": 1e-2},
+        "optimizer": {"lr": 5e-3, "weight_decay": 0.1, **_FAST, "clip": 1.0},
+        "augment": {"crop": 1},
+    },
+    "fashion-mnist": {
+        "data": "fashion-mnist",
+        "epochs": 5,
+        "batch_size": 128,
+        "model": {"size": "small"},
+        "augment": {"flip": True},
+    },
+    # As in MDEQ: Adam at 1e-3 with a cosine over 220 epochs.
+    "cifar10": {
+        "data": "cifar10",
+        "epochs": 220,
+        "batch_size": 128,
+        "precision": "tf32",
+        "model": {"size": "large", "dropout": 0.25},
+        "optimizer": {"name": "adam", "lr": 1e-3},
+        "augment": {"crop": 4, "flip": True},
+    },
+    # Ours: one cycle of SGD, a few forward steps, an averaged model.
+    "cifar10-fast": {
+        "data": "cifar10",
+        "epochs": 10,
+        "batch_size": 128,
+        "precision": "bf16",
+        "label_smoothing": 0.1,
+        "ema": 0.999,
+        "model": {"size": "large"},
+        "solver": {"max_iter": 9, "tol": 0.0},
+        "gradient": {"refine": 1},
+        "optimizer": {
+            "name": "sgd",
+            "lr": 0.1,
+            "weight_decay": 5e-4,
+            **_FAST,
+            "clip": 5.0,
+        },
+        "augment": {"crop": 4, "flip": True},
+    },
+}
+
+
+def load(source: str = "digits", overrides: list[str] | None = None) -> Config:
+    """A preset or a YAML file, with ``key=value`` settings on top (``optimizer.lr=0.01``)."""
+    settings = _source(source)
+    for text in overrides or []:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"{text!r} is not a setting; write key=value, such as epochs=5")
+        try:
+            parsed = yaml.safe_load(value)
+        except yaml.YAMLError as problem:
+            raise ConfigError(f"{key.strip()}: cannot read the value {value!r}") from problem
+        _put(settings, key.strip(), parsed)
+    return from_dict(settings)
+
+
+def from_dict(settings: dict[str, Any]) -> Config:
+    built: Config = _build(Config, settings, "")
+    return built
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain data, as YAML writes it."""
+    settings = dataclasses.asdict(config)
+    settings["snapshots"] = list(config.snapshots)
+    return settings
+
+
+def replace(config: Config, **settings: Any) -> Config:
+    """The same run with other settings; ``optimizer__lr`` stands for ``optimizer.lr``."""
+    changed = to_dict(config)
+    for key, value in settings.items():
+        _put(changed, key.replace("__", "."), value)
+    return from_dict(changed)
+
+
+def _source(source: str) -> dict[str, Any]:
+    if source in PRESETS:
+        copied: dict[str, Any] = yaml.safe_load(yaml.safe_dump(PRESETS[source]))
+        return copied
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml") or path.exists():
+        try:
+            settings = yaml.safe_load(path.read_text())
+        except OSError as problem:
+            raise ConfigError(f"cannot read {source}: {problem.strerror}") from problem
+        except (yaml.YAMLError, UnicodeDecodeError) as problem:
+            raise ConfigError(f"{source} is not valid YAML: {problem}") from problem
+        if settings is None:
+            settings = {}
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{source} must hold settings, one 'key: value' a line")
+        return settings
+    near = difflib.get_close_matches(source, list(PRESETS), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"{source!r} is neither a preset ({', '.join(PRESETS)}) nor a YAML file{hint}"
+    )
+
+
+def all_keys(kind: type = Config, prefix: str = "") -> list[str]:
+    """Every setting there is, dotted."""
+    keys = []
+    hints = typing.get_type_hints(kind)
+    for item in dataclasses.fields(kind):
+        inner = hints[item.name]
+        if dataclasses.is_dataclass(inner):
+            keys += all_keys(typing.cast(type, inner), f"{prefix}{item.name}.")
+        else:
+            keys.append(prefix + item.name)
+    return keys
+
+
+def _unknown(key: str) -> ConfigError:
+    known = all_keys()
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if not near:  # the last part alone is what people remember
+        near = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]][:1]
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return ConfigError(f"there is no setting {key!r}{hint} (`gdeq train --help` lists them)")
+
+
+def _put(settings: dict[str, Any], key: str, value: Any) -> None:
+    known = all_keys()
+    if key not in known and key not in {k.split(".")[0] for k in known}:
+        raise _unknown(key)
+    *parents, last = key.split(".")
+    place = settings
+    for parent in parents:
+        inner = place.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            raise _unknown(key)
+        place = inner
+    hints = typing.get_type_hints(Config)
+    if not parents and dataclasses.is_dataclass(hints.get(last)) and isinstance(value, str):
+        short = "size" if last == "model" else "name"  # gradient=jfb, model=large
+        place.setdefault(last, {})[short] = value
+        return
+    place[last] = value
+
+
+def _build(kind: type, settings: dict[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key not in hints:
+            raise _unknown(f"{prefix}{key}")
+        hint = hints[key]
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{prefix}{key} holds settings, got {value!r}")
+            values[key] = _build(typing.cast(type, hint), value, f"{prefix}{key}.")
+        else:
+            values[key] = _coerce(value, hint, f"{prefix}{key}")
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as problem:
+        raise ConfigError(str(problem)) from problem
+
+
+def _coerce(value: Any, hint: Any, key: str) -> Any:
+    if typing.get_origin(hint) is tuple:
+        if isinstance(value, (list, tuple)):
+            return tuple(value)
+        raise ConfigError(f"{key} must be a list such as [1,10], got {value!r}")
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in kinds:
+        return None
+    if float in kinds and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML reads 1e-3 as text
+        except ValueError:
+            pass
+    if any(isinstance(value, k) for k in kinds) and not (
+        isinstance(value, bool) and bool not in kinds
+    ):
+        return value
+    names = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
+    raise ConfigError(f"{key} must be {names}, got {value!r}")

@@ -1,0 +1,140 @@
+"""The run folder: configuration, metrics, summary; what `gdeq.report` reads."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from gdeq import __version__
+from gdeq.training import config as configs
+from gdeq.training.config import Config
+
+
+class RunError(RuntimeError):
+    """The run folder is not what it should be."""
+
+
+class RunFolder:
+    """``metrics.jsonl`` grows by a line an event; the other files are written whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics_path = path / "metrics.jsonl"
+
+    @classmethod
+    def create(cls, path: Path, config: Config) -> RunFolder:
+        # A .part alone is what a process leaves that was killed before it could begin.
+        if path.exists() and (
+            not path.is_dir() or any(p.suffix != ".part" for p in path.iterdir())
+        ):
+            raise RunError(
+                f"{path} exists already and is left as it is; continue it with "
+                f"`gdeq train --resume {path}`, or choose another folder with --run"
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            run = cls(path)
+            run.write_config(config)
+            run.write("environment.json", json.dumps(environment(), indent=1))
+        except OSError as problem:
+            raise RunError(f"cannot make the run folder {path}: {problem.strerror}") from problem
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunFolder:
+        if not (path / "config.yaml").is_file():
+            raise RunError(f"{path} is not a run folder: it holds no config.yaml")
+        return cls(path)
+
+    def config(self) -> Config:
+        return configs.load(str(self.path / "config.yaml"))
+
+    def write_config(self, config: Config) -> None:
+        self.write("config.yaml", yaml.safe_dump(configs.to_dict(config), sort_keys=False))
+
+    def write(self, name: str, text: str) -> None:
+        place = self.path / name
+        half = place.with_name(place.name + ".part")
+        half.write_text(text)
+        half.replace(place)
+
+    def append(self, record: dict[str, Any]) -> None:
+        """One metrics line.  NaN has no place in JSON and becomes null."""
+        clean = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        with self.metrics_path.open("a") as file:
+            file.write(json.dumps(clean) + "\n")
+
+    def sync(self) -> None:
+        """What a checkpoint counts on must be on the disk before it."""
+        if self.metrics_path.exists():
+            with self.metrics_path.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def size(self) -> int:
+        """Bytes of metrics so far; a checkpoint remembers it."""
+        return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
+
+    def cut(self, size: int) -> None:
+        """Forget the metrics that came after a checkpoint: they will be made again."""
+        if self.size() > size:  # truncate would fill a shorter file up with zeros
+            os.truncate(self.metrics_path, size)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.metrics_path)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; a last line that was cut off is passed over."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+def environment() -> dict[str, Any]:
+    """Versions, device and source revision: what a figure needs beside it."""
+    found: dict[str, Any] = {
+        "gdeq": __version__,
+        "revision": _revision(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "threads": torch.get_num_threads(),
+    }
+    return found
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+
+
+def _revision() -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

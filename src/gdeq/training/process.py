@@ -1,0 +1,95 @@
+"""One process or many: who this one is, and sums over all of them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class DeviceError(RuntimeError):
+    """The device that was asked for is not there."""
+
+
+@dataclass(frozen=True)
+class Process:
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def wait(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The tensors of all processes, stacked, on the CPU."""
+        if self.world_size == 1:
+            return values[None]
+        mine = values.to(self.device)
+        parts = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(parts, mine)
+        return torch.stack(parts).cpu()
+
+    def agree(self, text: str) -> str:
+        """What the first process says: a name made of the time may differ by a second."""
+        if self.world_size == 1:
+            return text
+        said = [text]
+        dist.broadcast_object_list(said)
+        return said[0]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up in any process; all of them learn the same."""
+        if self.world_size == 1:
+            return flag
+        raised = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(raised, op=dist.ReduceOp.MAX)
+        return bool(raised.item())
+
+
+def start(device: str) -> Process:
+    """Join the group that `torchrun` made, if it did."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as problem:
+        raise DeviceError(f"there is no device {device!r}: write cpu, cuda or cuda:0") from problem
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise DeviceError(
+                "device=cuda was asked for, but PyTorch sees no GPU here; use device=cpu or "
+                "device=auto, or install a CUDA build of PyTorch"
+            )
+        index = chosen.index if chosen.index is not None else local
+        if index >= torch.cuda.device_count():
+            raise DeviceError(
+                f"there is no GPU {index}: this machine has {torch.cuda.device_count()}"
+            )
+        chosen = torch.device("cuda", index)
+        torch.cuda.set_device(chosen)
+    if world_size == 1:
+        return Process(chosen)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    return Process(chosen, dist.get_rank(), world_size)
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

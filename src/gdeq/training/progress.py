@@ -1,0 +1,94 @@
+"""What one sees while it trains: a bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Silent:
+    """For processes other than the first, and for tests."""
+
+    def begin(self, title: str, total: int, done: int) -> None: ...
+
+    def step(self, done: int, figures: dict[str, float]) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def end(self) -> None: ...
+
+
+class Lines(Silent):
+    """One line every few seconds, for logs."""
+
+    def __init__(self, every: float = 5.0) -> None:
+        self.every = every
+        self.last = 0.0
+        self.total = 0
+        self.began = 0.0
+        self.first = 0
+
+    def begin(self, title: str, total: int, done: int) -> None:
+        self.say(title)
+        self.total, self.first, self.began = total, done, time.monotonic()
+
+    def step(self, done: int, figures: dict[str, float]) -> None:
+        now = time.monotonic()
+        if now - self.last < self.every:
+            return
+        self.last = now
+        left = (now - self.began) / max(1, done - self.first) * (self.total - done)
+        self.say(f"step {done}/{self.total}  {shown(figures)}  {left:.0f} s left")
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class Bar(Silent):
+    """A bar with what matters beside it."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+        )
+        self.task: Any = None
+
+    def begin(self, title: str, total: int, done: int) -> None:
+        self.progress.start()
+        self.task = self.progress.add_task(title, total=total, completed=done, figures="")
+
+    def step(self, done: int, figures: dict[str, float]) -> None:
+        self.progress.update(self.task, completed=done, figures=shown(figures))
+
+    def say(self, text: str) -> None:
+        self.progress.console.print(text, highlight=False)
+
+    def end(self) -> None:
+        self.progress.stop()
+
+
+def shown(figures: dict[str, float]) -> str:
+    formats = {
+        "loss": "loss {:.3f}",
+        "accuracy": "acc {:.1f}%",
+        "solver_steps": "{:.1f} solver steps",
+        "residual": "residual {:.1e}",
+        "ms": "{:.0f} ms/step",
+    }
+    return "  ".join(text.format(figures[key]) for key, text in formats.items() if key in figures)
+
+
+def choose(first: bool) -> Silent:
+    if not first:
+        return Silent()
+    return Bar() if sys.stdout.isatty() else Lines()

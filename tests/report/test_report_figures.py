@@ -1,0 +1,50 @@
+"""What is plotted, before it is drawn."""
+
+from report_runs import make_run
+
+from gdeq.report.figures import floor, make_figures, thinned
+from gdeq.report.rows import make_rows
+from gdeq.report.runs import read_runs
+from gdeq.report.similarity import similarities
+
+
+def test_long_lines_are_thinned_to_medians():
+    points = [(float(x), 1.0 if x != 500 else 1e9) for x in range(1003)]
+    thin = thinned(points, 60)
+    assert len(thin) == 60
+    assert {y for _, y in thin} == {1.0}  # one wild value does not move a median
+    assert thin[0][0] < 20
+    assert thin[-1][0] > 980
+    assert thinned(points[:60], 60) == points[:60]
+
+
+def test_the_accuracy_axis_leaves_out_the_first_epochs_of_long_runs():
+    assert floor([[10.0, 50.0, 90.0]]) is None
+    rising = [10.0, 50.0, 80.0, *([90.0] * 9), 92.0]
+    bottom = floor([rising, rising[:2]])
+    assert 80 < bottom < 90
+    assert floor([]) is None
+
+
+def test_figures_without_data_are_left_out(tmp_path):
+    path = make_run(tmp_path / "a", until=2)
+    names = {f.name for f in make_figures(make_rows(read_runs([path])))}
+    assert names == {"accuracy_time", "accuracy_epochs", "residual", "solver_steps"}
+    (path / "metrics.jsonl").write_text("")
+    assert make_figures(make_rows(read_runs([path]))) == []
+
+
+def test_similarities_of_two_runs_are_not_pooled(tmp_path):
+    paths = [make_run(tmp_path / str(n), seed=n, similarity=(1, 4)) for n in range(2)]
+    with (paths[0] / "similarity.jsonl").open("a") as file:
+        file.write('{"epoch": 1, "method": "GDEQ", "cosine": null}\n{"epoch": null}\n{"epo')
+    found = similarities(read_runs(paths))
+    names = [figure.name for one in found for figure in one.figures]
+    assert names == [
+        *("similarity_cosine", "similarity_error"),
+        *("similarity_cosine_2", "similarity_error_2"),
+    ]
+    (group,) = (g for g in found[0].groups if (g.method, g.epoch) == ("GDEQ refine 2", 4))
+    assert len(group.cosine) == 8
+    assert group.vjps == 2
+    assert 1.5e-7 <= found[0].exact_residual <= 3e-7

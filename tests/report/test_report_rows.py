@@ -1,0 +1,240 @@
+"""From run folders to the rows of the paper's Table 2."""
+
+import json
+import statistics
+
+import pytest
+from report_runs import config, make_run
+
+from gdeq import report
+from gdeq.report import formats, methods
+from gdeq.report.rows import levels_reached, make_rows, moments
+from gdeq.report.runs import read_run, read_runs
+
+
+def rows_of(paths):
+    return {row.label: row for row in make_rows(read_runs(paths))}
+
+
+def final(path):
+    return json.loads((path / "summary.json").read_text())["test_accuracy"]
+
+
+def test_seeds_share_a_row_and_give_mean_and_spread(tmp_path):
+    paths = [make_run(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    (row,) = rows_of(paths).values()
+    values = [final(path) for path in paths]
+    assert row.without.mean == pytest.approx(statistics.fmean(values))
+    assert row.without.spread == pytest.approx(statistics.stdev(values))
+    assert row.without.seeds == 3
+    assert row.pretrained.mean is None
+    assert formats.seeds(row.without) == "3 seeds"
+    assert "±" in formats.accuracy(row.without)
+
+
+def test_one_seed_has_no_spread(tmp_path):
+    (row,) = rows_of([make_run(tmp_path / "a")]).values()
+    assert row.without.spread is None
+    assert "±" not in formats.accuracy(row.without)
+
+
+def test_a_seed_that_ran_twice_is_one_seed(tmp_path):
+    (row,) = rows_of([make_run(tmp_path / "a"), make_run(tmp_path / "b")]).values()
+    assert formats.seeds(row.without) == "1 seed, 2 runs"
+
+
+def test_speedup_is_the_ratio_of_seconds_per_step(tmp_path):
+    rows = rows_of(
+        [
+            make_run(tmp_path / "i", "implicit", seconds=0.3),
+            make_run(tmp_path / "g", "gdeq", seconds=0.1),
+        ]
+    )
+    assert rows["Implicit"].speedup == pytest.approx(1)
+    assert rows["GDEQ"].speedup == pytest.approx(3)
+
+
+def test_no_speedup_without_implicit(tmp_path):
+    (row,) = rows_of([make_run(tmp_path / "g")]).values()
+    assert row.speedup is None
+    assert formats.speedup(row.speedup) == "–"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"device": "H200"}, {"batch_size": 32}, {"precision": "bf16"}, {"model__size": "large"}],
+)
+def test_no_speedup_against_another_workload(tmp_path, other):
+    rows = rows_of([make_run(tmp_path / "i", "implicit"), make_run(tmp_path / "g", **other)])
+    (gdeq,) = (row for label, row in rows.items() if label.startswith("GDEQ"))
+    assert gdeq.speedup is None
+
+
+def test_fewer_solver_steps_are_compared_with_the_only_implicit(tmp_path):
+    rows = rows_of(
+        [
+            make_run(tmp_path / "i", "implicit", seconds=0.4),
+            make_run(tmp_path / "j", "jfb"),
+            make_run(tmp_path / "g", solver__max_iter=7, seconds=0.1),
+        ]
+    )
+    assert set(rows) == {"Implicit", "JFB", "GDEQ · solver.max_iter=7"}
+    assert rows["GDEQ · solver.max_iter=7"].speedup == pytest.approx(4)
+
+
+def test_two_implicits_serve_their_own_recipe(tmp_path):
+    paths = []
+    for limit, slow in ((9, 0.2), (18, 0.4)):
+        paths.append(
+            make_run(tmp_path / f"i{limit}", "implicit", solver__max_iter=limit, seconds=slow)
+        )
+        paths.append(make_run(tmp_path / f"g{limit}", solver__max_iter=limit, seconds=0.1))
+    rows = rows_of(paths)
+    assert rows["GDEQ · solver.max_iter=9"].speedup == pytest.approx(2)
+    assert rows["GDEQ · solver.max_iter=18"].speedup == pytest.approx(4)
+
+
+def test_different_experiments_are_not_averaged(tmp_path):
+    rows = rows_of(
+        [
+            make_run(tmp_path / "a"),
+            make_run(tmp_path / "b", optimizer__lr=0.1),
+            make_run(tmp_path / "c", gradient__refine=2),
+            make_run(tmp_path / "d", gradient__tolerance=0.1),
+            make_run(tmp_path / "e", "implicit"),
+            make_run(tmp_path / "f", "implicit", gradient__tol=1e-2),
+            make_run(tmp_path / "g", pretrain_steps=50),
+            make_run(tmp_path / "h", pretrain_steps=70),
+        ]
+    )
+    assert all(len(cell.runs) <= 1 for r in rows.values() for cell in (r.without, r.pretrained))
+
+
+def test_settings_that_a_method_does_not_read_make_no_new_row(tmp_path):
+    paths = [make_run(tmp_path / "a"), make_run(tmp_path / "b", gradient__steps=9, log_every=3)]
+    assert list(rows_of(paths)) == ["GDEQ"]
+
+
+@pytest.mark.parametrize(
+    ("gradient", "label", "vjps"),
+    [
+        ({"name": "implicit"}, "Implicit", "≤ 21"),
+        (
+            {"name": "implicit", "solver": "gmres", "max_iter": 9},
+            "Implicit (gmres, 9 steps)",
+            "≤ 10",
+        ),
+        ({"name": "jfb"}, "JFB", "0"),
+        ({"name": "npg"}, "NPG", "4"),
+        ({"name": "npg", "steps": 3}, "NPG (3 steps, damping 0.5)", "2"),
+        ({"name": "gdeq"}, "GDEQ", "0"),
+        ({"name": "gdeq", "refine": 2}, "GDEQ refine 2", "2"),
+        ({"name": "gdeq", "tolerance": 0.1}, "GDEQ tolerance 0.1", "≤ 12"),
+        ({"name": "unrolled"}, "Unrolled", "–"),
+        ({"name": "new"}, "new", "–"),
+    ],
+)
+def test_methods_are_named_and_counted(gradient, label, vjps):
+    settings = config()["gradient"] | gradient
+    assert methods.label(settings) == methods.label(gradient) == label
+    assert methods.vjps(settings) == vjps
+
+
+def test_rows_stand_in_the_order_of_the_paper(tmp_path):
+    names = ("gdeq", "npg", "unrolled", "jfb", "implicit")
+    paths = [make_run(tmp_path / name, name) for name in names]
+    paths += [make_run(tmp_path / f"r{n}", gradient__refine=n) for n in (10, 2)]
+    order = ["Implicit", "JFB", "NPG", "GDEQ", "GDEQ refine 2", "GDEQ refine 10", "Unrolled"]
+    assert list(rows_of(paths)) == order
+
+
+def test_unfinished_runs_count_only_alone(tmp_path):
+    done = make_run(tmp_path / "a")
+    half = make_run(tmp_path / "b", seed=1, until=3)
+    (row,) = rows_of([done, half]).values()
+    assert row.without.mean == final(done)
+    (row,) = rows_of([half]).values()
+    assert formats.accuracy(row.without).endswith("†")
+    assert formats.seeds(row.without) == "epoch 3 of 12"
+    assert row.seconds == pytest.approx(3 * 22 * 0.1)
+
+
+def test_a_run_without_any_metrics_is_shown(tmp_path):
+    path = make_run(tmp_path / "a", until=1)
+    (path / "metrics.jsonl").unlink()
+    (path / "environment.json").unlink()
+    (row,) = rows_of([path]).values()
+    assert formats.accuracy(row.without) == "†"
+    assert "GDEQ" in report.table([path])
+
+
+def test_a_torn_line_is_passed_over_and_a_damaged_one_is_told(tmp_path):
+    torn = read_run(make_run(tmp_path / "a", until=5, torn=True))
+    assert torn.problems == ()
+    assert 0 < torn.epochs_done < 5
+    path = make_run(tmp_path / "b")
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    (path / "metrics.jsonl").write_text("\n".join([lines[0][:20], *lines[1:], lines[5]]))
+    (path / "summary.json").write_text('{"test_acc')
+    run = read_run(path)
+    assert run.problems == (
+        "1 damaged lines in metrics.jsonl were passed over",
+        "summary.json is damaged and was passed over",
+    )
+    assert not run.finished
+    assert [r["step"] for r in run.steps] == list(range(4, 12 * 22 + 1, 2))
+
+
+def test_null_and_nan_are_left_out(tmp_path):
+    path = make_run(tmp_path / "a")
+    summary = json.loads((path / "summary.json").read_text())
+    (path / "summary.json").write_text(json.dumps(summary | {"test_accuracy": float("nan")}))
+    (row,) = rows_of([path]).values()
+    assert formats.accuracy(row.without) == "–"
+
+
+def test_names_tell_runs_apart_and_no_folder_counts_twice(tmp_path):
+    paths = [make_run(tmp_path / "x" / "run"), make_run(tmp_path / "y" / "run", seed=1)]
+    runs = read_runs([*paths, paths[0], tmp_path / "x" / "." / "run"])
+    assert [run.name for run in runs] == ["x/run", "y/run"]
+
+
+def test_moments_at_which_accuracies_are_passed(tmp_path):
+    (row,) = rows_of([make_run(tmp_path / "a")]).values()
+    levels = levels_reached([row])
+    assert levels == [95, 96, 97]
+    run = row.runs[0]
+    for level in levels:
+        (at,) = moments(row.without, level)
+        passed = [r["seconds"] for r in run.epochs if r["test_accuracy"] >= level]
+        assert at == passed[0]
+    assert moments(row.without, 99.9) == []
+
+
+def test_the_terminal_table_is_aligned_and_plain(comparison, tmp_path):
+    text = report.table(comparison[0])
+    lines = text.splitlines()
+    assert lines[0].split()[:2] == ["Method", "Speed-up"]
+    body = lines[2:7]
+    assert [line.split()[0] for line in body] == ["Implicit", "JFB", "NPG", "GDEQ", "GDEQ"]
+    assert "2.16×" in body[3]
+    assert {line.index("×") for line in body} == {lines[0].index("Speed-up") + len("Speed-up") - 1}
+    assert "† unfinished" in text
+    steering = make_run(tmp_path / "a", "\x1b[2J\nx")
+    assert "\x1b" not in report.table([steering])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.02, "0.02"), (3e-7, "3·10⁻⁷"), (1e-5, "10⁻⁵"), (0, "0"), (2.5e4, "2.5·10⁴"), (250, "250")],
+)
+def test_small_numbers_are_short(value, text):
+    assert formats.scientific(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "–"), (5.28, "5.28 s"), (150, "150 s"), (600, "10 min"), (24120, "6.7 h")],
+)
+def test_durations_have_a_unit_that_fits(seconds, text):
+    assert formats.duration(seconds) == text

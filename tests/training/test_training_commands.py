@@ -1,0 +1,177 @@
+"""The commands around training: evaluate, compare, similarity, report, info, help."""
+
+import json
+import platform
+
+import pytest
+import torch
+import training_runs
+from training_runs import RICH, TINY
+
+from gdeq import __version__
+from gdeq.training import config as configs
+from gdeq.training import runs
+
+COMMANDS = ("train", "evaluate", "compare", "similarity", "bench", "report", "data", "info")
+
+
+@pytest.fixture(autouse=True)
+def small(few_images):
+    pass
+
+
+@pytest.fixture
+def run(tmp_path, reference):
+    """The reference, with room for files of its own."""
+    for name in ("config.yaml", "summary.json", "weights.safetensors", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((reference / name).read_bytes())
+    (tmp_path / "snapshots").mkdir()
+    name = "snapshots/epoch-001.safetensors"
+    (tmp_path / name).write_bytes((reference / name).read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize("settings", [RICH, [*TINY, "epochs=1", "pretrain_steps=100"]])
+def test_evaluate_finds_what_the_summary_says(gdeq, tmp_path, settings):
+    """Also where it never left pre-training: what was evaluated then is evaluated now."""
+    run = tmp_path / "run"
+    summary = runs.train(run, configs.load("digits", settings))
+    found = runs.evaluate(run)
+    last = training_runs.metrics(run)[-1]
+    assert found["accuracy"] == summary["test_accuracy"] == last["test_accuracy"]
+    assert found["loss"] == last["test_loss"]
+    assert found["samples"] == training_runs.TEST_IMAGES
+    code, said = gdeq("evaluate", run)
+    assert code == 0
+    assert f"test accuracy {summary['test_accuracy']:.2f} %" in said
+    assert f"{training_runs.TEST_IMAGES} images" in said
+
+
+def test_a_finished_run_resumed_is_as_it_was(gdeq, tmp_path, reference):
+    run = tmp_path / "run"
+    runs.train(run, configs.load("digits", RICH))
+    summary = (run / "summary.json").read_bytes()
+    code, said = gdeq("train", "--resume", run)
+    assert code == 0, said
+    assert (run / "summary.json").read_bytes() == summary
+    training_runs.assert_same_run(run, reference)
+
+
+def test_similarity(gdeq, run):
+    code, said = gdeq("similarity", run, "--batches", "2", "--batch-size", "4")
+    assert code == 0, said
+    records = [json.loads(x) for x in (run / "similarity.jsonl").read_text().splitlines()]
+    methods = {"JFB", "GDEQ", "GDEQ refine 1", "GDEQ refine 2", "GDEQ refine 4", "NPG"}
+    assert {r["method"] for r in records} == methods
+    assert len(records) == 2 * len(methods)
+    assert {(r["epoch"], r["batch"]) for r in records} == {(1, 0), (1, 1)}
+    assert all(-1 <= r["cosine"] <= 1 + 1e-12 for r in records)
+    assert all(r["exact_residual"] < 1e-4 for r in records)
+    by = {m: [r for r in records if r["method"] == m] for m in methods}
+    for rough, fine in (("GDEQ", "GDEQ refine 2"), ("GDEQ refine 1", "GDEQ refine 4")):
+        for one, other in zip(by[rough], by[fine], strict=True):
+            assert other["relative_error"] < one["relative_error"]
+    assert all(r["cosine"] > 0.99 for r in by["GDEQ refine 4"])
+    assert "epoch   1  GDEQ refine 4   cosine: median" in said
+    assert "the exact gradient's own residual is at most" in said
+    code, said = gdeq("similarity", run, "--epoch", "7")
+    assert code == 1
+    assert "no snapshot of epoch 7; there are [1]" in said
+
+
+def test_compare(gdeq, tmp_path):
+    out = tmp_path / "out"
+    settings = [*TINY, "epochs=1", "solver.max_iter=2", "gradient.max_iter=3"]
+    code, said = gdeq("compare", *settings, "--out", out)
+    assert code == 0, said
+    expected = {
+        f"{g}{p}-seed0" for g in ("implicit", "jfb", "npg", "gdeq") for p in ("", "-pretrained")
+    }
+    made = {p.parent.name for p in out.glob("*/summary.json")}
+    assert made == expected
+    for name in made:
+        summary = json.loads((out / name / "summary.json").read_text())
+        assert summary["gradient"] == name.split("-")[0]
+        assert summary["pretrain"] is ("pretrained" in name)
+        config = configs.load(str(out / name / "config.yaml"))
+        assert config.pretrain_steps == (
+            1 if summary["pretrain"] else 0
+        )  # a fifth of 3, at least 1
+        same = configs.replace(config, gradient__name="gdeq", pretrain_steps=0)
+        assert same == configs.load("digits", settings)
+    assert all(word in said for word in ("Implicit", "JFB", "NPG", "GDEQ", "report: "))
+    pages = list(out.glob("*.html"))
+    assert len(pages) == 1
+    assert str(pages[0]) in said  # on one line, however long
+    assert list(out.rglob("*.csv"))
+    # The second call keeps what is finished and goes on with what is not.
+    (out / "jfb-seed0" / "summary.json").unlink()
+    kept = {p: p.stat().st_mtime_ns for p in out.glob("*/summary.json")}
+    code, said = gdeq("compare", *settings, "--out", out)
+    assert code == 0, said
+    assert said.count("finished before, kept") == 7
+    assert (out / "jfb-seed0" / "summary.json").exists()
+    assert all(p.stat().st_mtime_ns == before for p, before in kept.items())
+    code, said = gdeq("compare", *settings, "seed=0", "optimizer.lr=0.5", "--out", out)
+    assert code == 1
+    assert "was made with other settings; choose another --out" in said
+
+
+def test_report(gdeq, run, tmp_path):
+    code, said = gdeq("report", run, "--out", tmp_path / "page")
+    assert code == 0, said
+    assert "GDEQ" in said
+    (page,) = (tmp_path / "page").glob("*.html")
+    assert "http://" not in page.read_text().replace("http://www.w3.org", "")
+
+
+def test_report_of_nothing(gdeq, tmp_path):
+    code, said = gdeq("report", tmp_path / "none", "--out", tmp_path / "page")
+    assert code == 1
+    assert "error: " in said
+
+
+def test_bench_times_every_gradient(gdeq):
+    code, said = gdeq("bench", "batch_size=4", "solver.max_iter=2", "--steps", "1")
+    assert code == 0, said
+    lines = {line.split()[0]: line for line in said.splitlines()[2:]}
+    assert set(lines) == {"implicit", "jfb", "npg", "gdeq"}
+    assert "1.00x" in lines["implicit"]
+    assert all(float(line.split()[1]) > 0 for line in lines.values())
+
+
+def test_info(gdeq):
+    code, said = gdeq("info")
+    assert code == 0
+    for word in (__version__, torch.__version__, platform.python_version(), "device"):
+        assert word in said
+
+
+def test_data_that_needs_no_download(gdeq, tmp_path):
+    code, said = gdeq("data", "digits", "--data", tmp_path)
+    assert code == 0
+    assert "digits comes with scikit-learn" in said
+
+
+def test_data_unknown(gdeq, tmp_path):
+    code, said = gdeq("data", "cifar11", "--data", tmp_path)
+    assert code == 1
+    assert "did you mean 'cifar10'?" in said
+
+
+def test_help_lists_the_commands(gdeq):
+    code, said = gdeq("--help")
+    assert code == 0
+    assert all(name in said for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_teaches(gdeq, name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, said = gdeq(name, "--help")
+    assert code == 0
+    assert len(said.split()) > 10
+    if name == "train":
+        for key in ("optimizer.lr", "gradient.name", "--resume", "--dry-run", "torchrun"):
+            assert key in said
+        assert all(preset in said for preset in configs.PRESETS)

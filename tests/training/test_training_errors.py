@@ -1,0 +1,231 @@
+"""Every mistake has a sentence that says what to do; these tests read it."""
+
+import os
+
+import pytest
+import torch
+from training_runs import TINY
+
+from gdeq.training import config as configs
+from gdeq.training import loop, process, runs
+
+BUILD = loop.build_model
+
+
+def refused(gdeq, *args):
+    code, said = gdeq(*args)
+    assert code == 1, said
+    assert "error: " in said
+    assert "Traceback" not in said
+    return said.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("setting", "nearest"),
+    [
+        ("epoch=3", "epochs"),
+        ("batchsize=3", "batch_size"),
+        ("optimizer.learning=1", "optimizer.warmup"),
+        ("optimiser.lr=1", "optimizer.lr"),
+        ("solver.maxiter=1", "solver.max_iter"),
+        ("lr=0.1", "optimizer.lr"),
+        ("model.dropuot=0.1", "model.dropout"),
+        ("gradient.refin=1", "gradient.refine"),
+        ("max_refine=1", "gradient.max_refine"),
+    ],
+)
+def test_an_unknown_key_suggests_the_right_one(gdeq, setting, nearest):
+    key = setting.split("=")[0]
+    said = refused(gdeq, "train", setting, "--dry-run")
+    assert f"there is no setting '{key}'" in said
+    assert "did you mean 'optimizer." in said if "learning" in key else f"mean '{nearest}'?" in said
+    assert "gdeq train --help" in said
+
+
+def test_a_key_like_nothing(gdeq):
+    said = refused(gdeq, "train", "zzzz=3", "--dry-run")
+    assert "there is no setting 'zzzz' (`gdeq train --help`" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("epochs=many", "epochs must be int, got 'many'"),
+        ("epochs=1.5", "epochs must be int, got 1.5"),
+        ("epochs=true", "epochs must be int, got True"),
+        ("epochs=0", "Config.epochs must be at least 1, got 0"),
+        ("optimizer.lr=fast", "optimizer.lr must be float, got 'fast'"),
+        ("optimizer.lr=-1", "OptimizerConfig.lr must be above 0, got -1.0"),
+        ("optimizer.lr=.nan", "OptimizerConfig.lr must be above 0, got nan"),
+        ("optimizer.clip=big", "optimizer.clip must be float or nothing, got 'big'"),
+        ("augment.flip=1", "augment.flip must be bool, got 1"),
+        ("snapshots=3", "snapshots must be a list such as [1,10], got 3"),
+        ("snapshots=[0]", "snapshots are epochs from 1 on, got (0,)"),
+        ("snapshots=[a]", "snapshots are epochs from 1 on, got ('a',)"),
+        ("solver=newton", "SolverConfig.name must be 'broyden' or 'anderson' or 'picard'"),
+        ("solver=3", "solver holds settings, got 3"),
+        ("epochs.inner=3", "there is no setting 'epochs.inner'"),
+        ("device=tpu", "Config.device must be auto, cpu or cuda, got 'tpu'"),
+        ("data=mnist", "Config.data must be 'digits'"),
+        ("epochs=[1", "epochs: cannot read the value '[1'"),
+        ("solver=picard", "Picard builds none; use gdeq.Broyden(), or another gradient"),
+        ("gradient.tolerance=-1", "GDEQ.tolerance"),
+    ],
+)
+def test_a_value_that_does_not_fit(gdeq, setting, message):
+    assert message in refused(gdeq, "train", setting, "--dry-run")
+
+
+def test_not_a_setting(gdeq):
+    said = refused(gdeq, "train", "digits", "epochs", "--dry-run")
+    assert "'epochs' is not a setting; write key=value, such as epochs=5" in said
+
+
+def test_a_bad_preset_name(gdeq):
+    said = refused(gdeq, "train", "cifar-10", "--dry-run")
+    assert "'cifar-10' is neither a preset (digits, fashion-mnist, cifar10, cifar10-fast)" in said
+    assert "did you mean 'cifar10'?" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"epochs: [1\n", "is not valid YAML"),
+        (b"\xff\xfe\x00binary", "is not valid YAML"),
+        (b"- 1\n- 2\n", "must hold settings, one 'key: value' a line"),
+        (b"epochz: 1\n", "there is no setting 'epochz'; did you mean 'epochs'?"),
+        (b"solver:\n  tool: 1\n", "there is no setting 'solver.tool'; did you mean 'solver.tol'?"),
+        (b"model: large\n", "model holds settings, got 'large'"),
+    ],
+)
+def test_an_unreadable_file(gdeq, tmp_path, content, message):
+    path = tmp_path / "own.yaml"
+    path.write_bytes(content)
+    said = refused(gdeq, "train", path, "--dry-run")
+    assert message in said
+    assert "own.yaml" in said or "setting" in message or "holds" in message
+
+
+def test_a_missing_file(gdeq, tmp_path):
+    said = refused(gdeq, "train", tmp_path / "none.yaml", "--dry-run")
+    assert f"cannot read {tmp_path / 'none.yaml'}: No such file" in said
+
+
+def test_a_run_folder_that_exists_is_left_alone(gdeq, tmp_path, few_images):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "thesis.txt").write_text("years of work")
+    said = refused(gdeq, "train", *TINY, "--run", run)
+    assert f"{run} exists already and is left as it is" in said
+    assert f"gdeq train --resume {run}" in said
+    assert "--run" in said
+    assert [(p.name, p.read_text()) for p in run.iterdir()] == [("thesis.txt", "years of work")]
+
+
+def test_a_file_where_the_run_folder_should_be(gdeq, tmp_path, few_images):
+    (tmp_path / "file").write_text("")
+    assert "exists already" in refused(gdeq, "train", *TINY, "--run", tmp_path / "file")
+    said = refused(gdeq, "train", *TINY, "--run", tmp_path / "file" / "run")
+    assert "cannot make the run folder" in said
+    assert "Not a directory" in said
+
+
+def test_what_was_killed_before_it_began_may_begin_again(gdeq, tmp_path, few_images):
+    (tmp_path / "config.yaml.part").write_text("epo")
+    code, said = gdeq("train", *TINY, "epochs=1", "--run", tmp_path)
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("command", [["train", "--resume"], ["evaluate"], ["similarity"]])
+def test_a_folder_that_is_no_run(gdeq, tmp_path, command):
+    said = refused(gdeq, *command, tmp_path)
+    assert f"{tmp_path} is not a run folder: it holds no config.yaml" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_resume_takes_only_settings(gdeq, tmp_path):
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    said = refused(gdeq, "train", "epochs=2", "seeds", "--resume", tmp_path)
+    assert "'seeds' is not a setting" in said
+    said = refused(gdeq, "train", "--resume", tmp_path, "--run", tmp_path / "other")
+    assert "leave --run out" in said
+
+
+@pytest.mark.parametrize(
+    "setting", ["data=cifar10", "batch_size=3", "seed=1", "model=large", "optimizer=sgd", "ema=0.5"]
+)
+def test_what_a_resumed_run_cannot_change(gdeq, tmp_path, setting):
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    said = refused(gdeq, "train", "--resume", tmp_path, setting)
+    assert "cannot change in the middle of a run" in said
+    assert setting.split("=")[0] in said
+    assert (tmp_path / "config.yaml").read_text() == "epochs: 1\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(gdeq, tmp_path):
+    said = refused(gdeq, "train", "device=cuda", "--run", tmp_path / "run")
+    assert "device=cuda was asked for, but PyTorch sees no GPU here" in said
+    assert "use device=cpu or device=auto" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_gpu_number_that_is_not_there(gdeq, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(process.DeviceError, match="there is no GPU 5: this machine has 2"):
+        process.start("cuda:5")
+    said = refused(gdeq, "train", "device=cuda-x", "--run", tmp_path / "run")
+    assert "there is no device 'cuda-x': write cpu, cuda or cuda:0" in said
+
+
+def test_a_data_set_that_is_missing(gdeq, tmp_path):
+    said = refused(
+        gdeq, "train", "cifar10", "device=cpu", "--run", tmp_path / "run", "--data", tmp_path
+    )
+    assert "gdeq data cifar10" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_larger_than_the_data_set(gdeq, tmp_path, few_images):
+    said = refused(gdeq, "train", *TINY, "batch_size=500", "--run", tmp_path / "run")
+    assert "batch_size 500 is larger than the data set (12 samples)" in said
+    assert not (tmp_path / "run").exists()
+
+
+def expanding(config, dataset):
+    """A model whose f has no fixed point within reach."""
+    model = BUILD(config, dataset)
+    for name, parameter in model.deq.cell.named_parameters():
+        if name.endswith("original0"):  # the lengths of the normalised weights
+            parameter.data *= 1000
+    return model
+
+
+def test_a_solver_that_stops_converging_is_told(gdeq, tmp_path, few_images, monkeypatch):
+    code, said = gdeq("train", *TINY, "epochs=1", "--run", tmp_path / "good")
+    assert code == 0
+    assert "warning" not in said
+    monkeypatch.setattr(loop, "build_model", expanding)
+    settings = [*TINY, "epochs=1", "gradient=jfb", "solver=picard"]
+    code, said = gdeq("train", *settings, "--run", tmp_path / "bad")
+    assert code == 0, said  # it may recover: a warning, not an end
+    assert "warning: the solver no longer converges (mean residual" in said
+    assert "at step 1): raise solver.max_iter" in said
+    assert "jacobian_weight=1" in said
+    # While it is unrolled there is no solver to complain of.
+    code, said = gdeq("train", *settings, "pretrain_steps=3", "--run", tmp_path / "unrolled")
+    assert code == 0
+    assert "warning" not in said
+
+
+def test_weights_that_are_missing_or_damaged(gdeq, tmp_path, few_images):
+    run = tmp_path / "run"
+    runs.train(run, configs.load("digits", [*TINY, "epochs=1", "snapshots=[]"]))
+    said = refused(gdeq, "similarity", run)
+    assert f"{run} holds no snapshots; train with snapshots=" in said
+    os.truncate(run / "weights.safetensors", 1000)
+    assert "weights.safetensors is damaged or of another model" in refused(gdeq, "evaluate", run)
+    (run / "weights.safetensors").unlink()
+    said = refused(gdeq, "evaluate", run)
+    assert f"it is not finished; continue it with `gdeq train --resume {run}`" in said
