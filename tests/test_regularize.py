@@ -570,7 +570,10 @@ def test_weight_norm_gradients_equal_pytorchs(device, gradient):
     assert not ours.cell.weights[0].is_leaf
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert p.grad.abs().sum() > 0
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-11)
+        near = (
+            {"rtol": 1e-3, "atol": 1e-5} if device.type == "cuda" else {"rtol": 1e-9, "atol": 1e-11}
+        )
+        torch.testing.assert_close(p.grad, q.grad, **near)
 
 
 def test_weight_norm_follows_the_optimiser(device):

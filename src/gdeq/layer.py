@@ -78,8 +78,9 @@ class DEQ(nn.Module):
             return torch.zeros_like(x)
         if isinstance(x, Tensor) and not x.is_floating_point():
             raise ValueError(
-                f"x is {x.dtype}, and a state must be floating point, so it cannot start as zeros "
-                "like x: call deq(x, z0=...), or give the cell a method initial_state(x)"
+                f"the shape of the state is not known: x is {x.dtype}, and a state must be "
+                "floating point, so it cannot start as zeros like x; call deq(x, z0=...), or give "
+                "the cell a method initial_state(x)"
             )
         raise ValueError(
             "the shape of the state is not known: call deq(x, z0=...), or give the cell a method "

@@ -111,21 +111,24 @@ def iterate(
             g_try, new_absolute, size = evaluate(z_try)
             evals += 1
 
-        finite = torch.isfinite(new_absolute) & torch.isfinite(size)
+        finite = new_absolute + size < torch.inf  # false for NaN too, in half the operations
         good = active & finite
+        all_good = on_cpu and bool(good.all())
         z, g, state = solver.learn(z, g, z_try, g_try, good, state)
         if solver.linear_only:
             # Of the iterate, which is not where f was evaluated; no better known than f rounds.
             new_absolute = torch.maximum(safe_norms(g)[0], rounding * size)
         before = relative
-        absolute = torch.where(good, new_absolute, absolute)
-        relative = torch.where(good, relate(new_absolute, size), relative)
+        new_relative = relate(new_absolute, size)
+        absolute = new_absolute if all_good else torch.where(good, new_absolute, absolute)
+        relative = new_relative if all_good else torch.where(good, new_relative, relative)
         residual = relative if solver.stop == "relative" else absolute
         steps = torch.where(active, step, steps)
-        codes = torch.where(active & ~finite, Status.NONFINITE, codes)
+        if not all_good:
+            codes = torch.where(active & ~finite, Status.NONFINITE, codes)
         active = good
         if watch:
-            peak = torch.where(good, torch.maximum(peak, absolute), peak)
+            peak = torch.maximum(peak, absolute)  # of a frozen sample nothing changes
             ends = good & ((residual <= solver.tol) | (relative <= rounding))
             if not on_cpu or bool(ends.any()):  # where looking is free, there is seldom more to do
                 converged = good & (residual <= solver.tol)
