@@ -55,7 +55,7 @@ class _Input(torch.autograd.Function):
     def backward(ctx: Any, r: Tensor) -> tuple[None, None, None]:
         link: _Link = ctx.link
         if link.v is not None:
-            _measure(link, r)
+            _measure(link.solution, r, link.v)
             link.v = None
         return None, None, None
 
@@ -115,12 +115,10 @@ class _Remainder(torch.autograd.Function):
         link: _Link = ctx.link
         (noise, v), link.noise, link.v = (link.noise, link.v), None, None
         with full_precision(r.device):
-            if noise is not None:
+            if noise is not None and v is not None:  # the output node ran in this pass too
                 matters = safe_norms(r)[0] > 10 * noise
                 if not bool(matters.any()):
-                    link.v = v
-                    _measure(link, r)
-                    link.v = None
+                    _measure(link.solution, r, v)
                     return None, None, None, None
                 r = select(matters, r, torch.zeros_like(r))
             if torch.is_grad_enabled():
@@ -168,10 +166,9 @@ def _noise(link: _Link, found: Cotangent, v: Tensor) -> Tensor | None:  # -> (ba
     return found.residual * size + 10 * eps * (size + reached)
 
 
-def _measure(link: _Link, r: Tensor) -> None:
+def _measure(solution: Solution, r: Tensor, v: Tensor) -> None:
     """Record what the pass through f says the residual is: r = v − (I − Jᵀ)w."""
-    assert link.v is not None
-    link.solution.record.measured(relative_norm(r, link.v), slack=10 * link.solution.precision)
+    solution.record.measured(relative_norm(r, v), slack=10 * solution.precision)
 
 
 def _check_second_order(gradient: Gradient) -> None:
