@@ -354,6 +354,7 @@ class Trainer:
 
     def one_step(self, images: Tensor, labels: Tensor) -> None:
         config, model = self.config, self.model
+        torch.clear_autocast_cache()  # its half-precision copies are of the weights before a step
         self.set_phase(self.step)
         rate = learning_rate(config, self.step, self.total)
         for group in self.optimizer.param_groups:
@@ -451,6 +452,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy over the test set, by the averaged weights where there are any."""
         model = self.averaged if self.averaged is not None else self.model
+        torch.clear_autocast_cache()
         model.eval()
         model.deq.solver, model.deq.gradient = self.model.deq.solver, self.model.deq.gradient
         sums = Sums(self.process.device)

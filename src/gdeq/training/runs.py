@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import time
@@ -177,14 +178,15 @@ def bench(config: Config, steps: int, root: Path | None = None) -> list[dict[str
     """
     trainers = {}
     for name in GRADIENTS:
-        wanted = configs.replace(config, gradient__name=name)
+        wanted = configs.replace(config, gradient__name=name, pretrain_steps=0)
         me = process.start(wanted.device)
         trainers[name] = Trainer(wanted, RunFolder(Path()), me, progress.Silent(), _text(root))
     times: dict[str, list[float]] = {name: [] for name in GRADIENTS}
     peaks: dict[str, float | None] = dict.fromkeys(GRADIENTS)
     device = me.device
     cuda = device.type == "cuda"
-    batches = trainers[GRADIENTS[0]].train_batches.epoch()
+    source = trainers[GRADIENTS[0]].train_batches
+    batches = (batch for epoch in itertools.count() for batch in source.epoch(epoch))
     with precision(config, device):
         for turn in range(steps + 2):  # the first two warm up
             _, (images, labels) = next(batches)

@@ -1,0 +1,38 @@
+"""bf16 training uses the weights of now."""
+
+import pytest
+import torch
+from training_runs import TINY
+
+from gdeq.training import config as configs
+from gdeq.training import loop, process, progress
+from gdeq.training.folder import RunFolder
+
+
+@pytest.mark.parametrize("pretrain", [0, 10])
+def test_a_step_sees_the_weights_that_the_last_one_left(few_images, tmp_path, pretrain):
+    """Autocast keeps half-precision copies of weights for as long as it is open: the whole run."""
+    settings = [*TINY, "precision=bf16", f"pretrain_steps={pretrain}", "optimizer.lr=0.1"]
+    config = configs.load("digits", settings)
+    me = process.Process(torch.device("cpu"))
+    trainer = loop.Trainer(config, RunFolder(tmp_path), me, progress.Silent(), None)
+    _, (images, labels) = next(trainer.train_batches.epoch())
+    seen = []
+
+    def note(module, inputs, output):
+        seen.append(output.detach().float())
+
+    with loop.precision(config, me.device):
+        trainer.one_step(images, labels)
+        handle = trainer.model.register_forward_hook(note)
+        trainer.one_step(images, labels)
+        handle.remove()
+    assert len(seen) == 1
+    # The same forward pass with nothing cached, from the weights before the second step.
+    again = loop.Trainer(config, RunFolder(tmp_path), me, progress.Silent(), None)
+    with loop.precision(config, me.device):
+        again.one_step(images, labels)
+    again.set_phase(again.step)
+    with loop.precision(config, me.device):
+        fresh = again.model.train()(images).detach().float()
+    torch.testing.assert_close(seen[0], fresh, rtol=1e-3, atol=1e-3)
