@@ -1,0 +1,293 @@
+"""The kernels of normalisation, against PyTorch in double precision."""
+
+import os
+from dataclasses import replace
+
+import torch
+
+if not torch.cuda.is_available():  # before Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+from torch.nn.functional import group_norm, interpolate
+
+from gdeq.kernels import available, norms
+from gdeq.kernels.norms import (
+    Source,
+    block_end,
+    block_end_plain,
+    choose_tile,
+    empty_channels_last,
+    fuse,
+    fuse_plain,
+    norm_act,
+    norm_act_plain,
+)
+
+# batch, channels, groups, height, width
+SHAPES = [
+    (2, 40, 2, 5, 3),  # groups of 20: not a power of two
+    (1, 6, 3, 4, 4),  # three groups of two
+    (3, 8, 8, 1, 5),  # a group is a channel; one row
+    (2, 5, 1, 3, 1),  # one group, one column
+    (2, 12, 4, 1, 1),  # one pixel
+]
+WHOLE, CHUNKS = 1 << 15, 1 << 7  # elements in a tile
+
+
+@pytest.fixture(autouse=True)
+def kernels_run(device):
+    if not available(device):
+        pytest.skip("Triton does not run here")
+
+
+@pytest.fixture(params=[WHOLE, CHUNKS], ids=["whole", "chunks"])
+def tile(request, monkeypatch):
+    for name, tuning in norms.TUNING.items():
+        monkeypatch.setitem(norms.TUNING, name, replace(tuning, tile=request.param))
+
+
+def channels_last(*shape, device, offset=0.0):
+    x = torch.randn(*shape, device=device) + offset
+    return x.to(memory_format=torch.channels_last)
+
+
+def affine(channels, device):
+    return 1 + 0.3 * torch.randn(channels, device=device), torch.randn(channels, device=device)
+
+
+def exact_norm(x, groups, weight, bias, relu=False):
+    wide = [None if t is None else t.double() for t in (weight, bias)]
+    y = group_norm(x.double().contiguous(), groups, *wide, 1e-5)
+    return y.relu() if relu else y
+
+
+def close(found, expected, tolerance=1e-5):
+    error = (found.double() - expected.double()).abs().max()
+    assert error <= tolerance * (1 + expected.abs().max()), f"off by {error:.1e}"
+
+
+# ---- norm_act
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("relu", [False, True])
+def test_norm_is_group_norm(shape, relu, tile, device):
+    batch, channels, groups, height, width = shape
+    x = channels_last(batch, channels, height, width, device=device, offset=2.0)
+    weight, bias = affine(channels, device)
+    found = norm_act(x, groups, weight, bias, relu=relu)
+    close(found, exact_norm(x, groups, weight, bias, relu))
+    close(norm_act_plain(x, groups, weight, bias, relu=relu), found)
+    assert found.permute(0, 2, 3, 1).is_contiguous()
+
+
+def test_norm_without_scale_and_shift(tile, device):
+    x = channels_last(2, 6, 4, 3, device=device)
+    close(norm_act(x, 3, None, None), exact_norm(x, 3, None, None))
+
+
+def test_variance_survives_a_large_mean(tile, device):
+    # E[x²] − mean² would be off by 0.5 here.
+    x = channels_last(1, 8, 9, 9, device=device, offset=3000.0)
+    close(norm_act(x, 2, None, None), exact_norm(x, 2, None, None), tolerance=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(dtype, tile, device):
+    x = channels_last(2, 12, 5, 3, device=device).to(dtype)
+    weight, bias = affine(12, device)
+    exact = exact_norm(x, 3, weight, bias)
+    assert norm_act(x, 3, weight, bias).dtype == dtype
+    close(norm_act(x, 3, weight, bias), exact, tolerance=torch.finfo(dtype).eps / 2)
+    close(norm_act(x, 3, weight, bias, dtype=torch.float32), exact)
+
+
+def test_slices_are_read_and_written_in_place(tile, device):
+    whole = channels_last(2, 20, 3, 5, device=device)
+    part = whole[:, 7:15]
+    target = torch.full_like(whole, 9.0)
+    weight, bias = affine(8, device)
+    found = norm_act(part, 2, weight, bias, out=target[:, 4:12])
+    assert found.data_ptr() == target[:, 4:12].data_ptr()
+    close(target[:, 4:12], exact_norm(part, 2, weight, bias))
+    assert bool((target[:, :4] == 9).all())
+    assert bool((target[:, 12:] == 9).all())
+
+
+def test_slices_are_not_copied(device, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("copied")
+
+    part = channels_last(2, 20, 3, 5, device=device)[:, 7:15]
+    out = empty_channels_last(part.shape, part.dtype, part.device)
+    monkeypatch.setattr(norms, "empty_channels_last", refuse)
+    norm_act(part, 2, *affine(8, device), out=out)
+    with pytest.raises(AssertionError, match="copied"):
+        norm_act(part.contiguous(), 2, *affine(8, device), out=out)
+
+
+def test_other_orders_are_taken_too(device):
+    x = torch.randn(2, 6, 4, 5, device=device)
+    for order in (x, x.transpose(2, 3), x[:, :, ::2], x[:, ::2]):
+        close(norm_act(order, 3, None, None), exact_norm(order, 3, None, None))
+
+
+def test_what_kernels_cannot_take_goes_to_pytorch(device):
+    x = torch.randn(2, 6, 4, 5, device=device, dtype=torch.float64)
+    found = norm_act(x, 3, None, None)
+    assert found.dtype == torch.float64
+    close(found, exact_norm(x, 3, None, None), tolerance=1e-12)
+    assert norm_act(torch.empty(0, 6, 4, 5, device=device), 3, None, None).shape == (0, 6, 4, 5)
+
+
+def test_out_must_fit(device):
+    x = channels_last(2, 6, 4, 5, device=device)
+    with pytest.raises(ValueError, match="channels-last"):
+        norm_act(x, 3, None, None, out=torch.empty(2, 6, 4, 5, device=device))
+    with pytest.raises(ValueError, match="gradients"):
+        norm_act(x.requires_grad_(), 3, None, None, out=torch.empty_like(x))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("relu", [False, True])
+def test_gradients_are_pytorchs(shape, relu, tile, device):
+    batch, channels, groups, height, width = shape
+    x = channels_last(batch, channels, height, width, device=device).requires_grad_()
+    weight, bias = (t.requires_grad_() for t in affine(channels, device))
+    direction = torch.randn(batch, channels, height, width, device=device)
+    inputs = (x, weight, bias)
+    expected = torch.autograd.grad(
+        exact_norm(x, groups, weight, bias, relu), inputs, direction.double()
+    )
+    found = torch.autograd.grad(norm_act(x, groups, weight, bias, relu=relu), inputs, direction)
+    for a, b in zip(found, expected, strict=True):
+        close(a, b)
+    again = torch.autograd.grad(norm_act(x, groups, weight, bias, relu=relu), inputs, direction)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_gradients_of_some_inputs(device):
+    whole = channels_last(2, 9, 3, 4, device=device).requires_grad_()
+    weight, bias = affine(6, device)
+    for norm in ((None, None), (weight, bias)):
+        part = whole[:, 2:8]
+        direction = torch.randn_like(part)
+        (found,) = torch.autograd.grad(norm_act(part, 3, *norm), whole, direction)
+        exact = exact_norm(whole[:, 2:8], 3, *norm)
+        close(found, torch.autograd.grad(exact, whole, direction.double())[0])
+    weight.requires_grad_()
+    (found,) = torch.autograd.grad(norm_act(part.detach(), 3, weight, bias).sum(), weight)
+    close(found, torch.autograd.grad(exact_norm(part, 3, weight, bias).sum(), weight)[0])
+
+
+def test_second_derivatives(device):
+    x = channels_last(2, 6, 3, 2, device=device).requires_grad_()
+    weight, bias = (t.requires_grad_() for t in affine(6, device))
+    direction = torch.randn_like(x)
+    results = []
+    for y in (norm_act(x, 3, weight, bias, relu=True), exact_norm(x, 3, weight, bias, True)):
+        first = torch.autograd.grad(y, (x, weight), direction.to(y.dtype), create_graph=True)
+        size = sum(g.double().square().sum() for g in first)
+        results.append(torch.autograd.grad(size, (x, weight, bias), allow_unused=True))
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            close(a, b, tolerance=1e-4)
+
+
+# ---- block_end
+
+
+@pytest.mark.parametrize(("dropout", "injected"), [(True, True), (False, False)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_block_end(shape, dropout, injected, tile, device):
+    batch, channels, groups, height, width = shape
+    y, injection, z = (
+        channels_last(batch, channels, height, width, device=device) for _ in range(3)
+    )
+    mask = torch.rand(batch, channels, device=device) + 0.5 if dropout else None
+    first, second = affine(channels, device), affine(channels, device)
+    given = injection if injected else None
+    found = block_end(y, mask, given, z, *first, *second, groups)
+    branch = y.double() * mask[:, :, None, None] if dropout else y.double()
+    branch = branch + injection if injected else branch
+    total = (z + exact_norm(branch, groups, *first)).relu()
+    exact = exact_norm(total, groups, *second)
+    # Few pixels may leave a group with little variance, and ε alone to divide by.
+    tolerance = 1e-5 if height * width > 1 else 1e-3
+    close(found, exact, tolerance)
+    close(block_end_plain(y, mask, given, z, *first, *second, groups), exact, tolerance)
+    with torch.enable_grad():
+        composed = block_end(y.requires_grad_(), mask, given, z, *first, *second, groups)
+    assert composed.requires_grad
+    close(composed.detach(), exact, tolerance)
+
+
+def test_block_end_mixes_precisions(device):
+    y = channels_last(2, 8, 3, 4, device=device).bfloat16()
+    z = channels_last(2, 8, 3, 4, device=device)
+    norm = affine(8, device)
+    whole = empty_channels_last((2, 12, 3, 4), torch.float32, y.device).zero_()
+    found = block_end(y, None, None, z, *norm, *norm, 4, out=whole[:, 4:])
+    close(found, block_end_plain(y.double(), None, None, z, *norm, *norm, 4))
+    assert block_end(y, None, None, z, *norm, *norm, 4).dtype == torch.bfloat16
+    assert bool((whole[:, :4] == 0).all())
+
+
+# ---- fuse
+
+
+def sources_of(levels, channels, height, width, device):
+    made = []
+    for level in levels:
+        low = [-(-edge // 2**level) for edge in (height, width)]
+        raw = channels_last(2, channels + 3, *low, device=device)[:, 3:]
+        made.append(Source(raw, *affine(channels, device), level))
+    return made
+
+
+def exact_fuse(own, sources, groups):
+    total = own.double()
+    for source in sources:
+        y = exact_norm(source.raw, groups, source.weight, source.bias)
+        if source.levels:
+            y = interpolate(y, scale_factor=float(2**source.levels))
+        total = total + y[..., : own.shape[2], : own.shape[3]]
+    return total.relu()
+
+
+@pytest.mark.parametrize("levels", [(1,), (0, 0), (1, 2, 3), (0, 0, 1, 2)])
+@pytest.mark.parametrize("size", [(7, 5), (1, 6)])
+def test_fuse(levels, size, tile, device):
+    own = channels_last(2, 12, *size, device=device)
+    sources = sources_of(levels, 12, *size, device)
+    found = fuse(own, sources, 4)
+    exact = exact_fuse(own, sources, 4)
+    close(found, exact)
+    close(fuse_plain(own, sources, 4), exact)
+    close(fuse(own.requires_grad_(), sources, 4).detach(), exact)
+
+
+def test_fuse_of_nothing_and_without_relu(device):
+    own = channels_last(2, 12, 4, 3, device=device)
+    close(fuse(own, [], 4), own.relu())
+    sources = sources_of((1,), 12, 4, 3, device)
+    out = torch.empty_like(own)
+    assert fuse(own, sources, 4, relu=False, out=out) is out
+    close(out.relu(), exact_fuse(own, sources, 4))
+    assert bool((out < 0).any())
+
+
+# ---- sizes of tiles
+
+
+@pytest.mark.parametrize(
+    ("channels", "edge", "groups"),
+    [(160, 32, 8), (320, 16, 8), (640, 8, 8), (1280, 4, 8), (32, 32, 8), (32, 32, 4), (64, 16, 8)],
+)
+def test_the_published_sizes_are_read_once(channels, edge, groups):
+    tile = choose_tile(norms.TUNING["norm"], edge * edge, channels, groups, 2)
+    assert tile.pixels == edge * edge
+    assert tile.group_block * (channels // groups) * 2 >= 32  # bytes: one sector of memory
+    assert 1 <= tile.warps <= 16
