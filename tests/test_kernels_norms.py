@@ -103,6 +103,19 @@ def test_half_precision_is_rounded_once(dtype, tile, device):
     close(norm_act(x, 3, weight, bias, dtype=torch.float32), exact)
 
 
+def test_nan_is_not_hidden(device):
+    x = channels_last(2, 6, 4, 3, device=device)
+    x[1, 0, 2, 2] = torch.nan
+    norm = affine(6, device)
+    for found in (
+        norm_act(x, 3, *norm, relu=True),
+        block_end(x, None, None, torch.zeros_like(x), *norm, *norm, 3),
+        fuse(torch.zeros_like(x), [Source(x, *norm)], 3),
+    ):
+        assert bool(found[1, :2].isnan().all())  # the first group
+        assert not bool(found[0].isnan().any())
+
+
 def test_slices_are_read_and_written_in_place(tile, device):
     whole = channels_last(2, 20, 3, 5, device=device)
     part = whole[:, 7:15]

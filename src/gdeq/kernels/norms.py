@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="no-untyped-call"
 """Group normalisation and what surrounds it in a multiscale cell, on channels-last tensors.
 
     norm_act   act(norm(x))
@@ -41,8 +40,8 @@ from torch.nn import functional
 from gdeq.kernels import available
 
 try:
-    import triton  # type: ignore[import-untyped]
-    import triton.language as tl  # type: ignore[import-untyped]
+    import triton
+    import triton.language as tl
 
     jit = triton.jit
 except ImportError:  # the plain functions remain
@@ -158,6 +157,12 @@ def _join_moments(mean, squares, seen, mean_new, squares_new, count):
 
 
 @jit
+def _relu(x):
+    """A NaN stays one; tl.maximum would hide it."""
+    return tl.where(x < 0, 0.0, x)
+
+
+@jit
 def _read(base, pixel, pixel_stride, channel, mask):
     where = base + pixel[:, None] * pixel_stride + channel[None, :]
     return tl.load(where, mask=mask, other=0.0).to(tl.float32)
@@ -258,7 +263,7 @@ def _norm_kernel(
     if ROWS >= PIXELS:
         y = _normalise(tile, mean, rho, scale, shift)
         if RELU:
-            y = tl.maximum(y, 0.0)
+            y = _relu(y)
         _write(out, pixel, out_pixel, channel, mask, y)
     else:
         for start in range(0, PIXELS, ROWS):
@@ -266,7 +271,7 @@ def _norm_kernel(
             mask = (pixel < PIXELS)[:, None] & valid[None, :]
             y = _normalise(_read(x, pixel, x_pixel, channel, mask), mean, rho, scale, shift)
             if RELU:
-                y = tl.maximum(y, 0.0)
+                y = _relu(y)
             _write(out, pixel, out_pixel, channel, mask, y)
 
 
@@ -383,7 +388,7 @@ def _branch(
 def _residual(branch, z, z_pixel, mean, rho, scale, shift, pixel, channel, mask):
     """relu(z + norm(branch)); 0 where masked."""
     branch = _normalise(branch, mean, rho, scale, shift)
-    total = tl.maximum(branch + _read(z, pixel, z_pixel, channel, mask), 0.0)
+    total = _relu(branch + _read(z, pixel, z_pixel, channel, mask))
     return tl.where(mask, total, 0.0)
 
 
@@ -581,7 +586,7 @@ def _fuse_kernel(
                 WIDTH2, LEVELS2,
             )  # fmt: skip
         if RELU:
-            total = tl.maximum(total, 0.0)
+            total = _relu(total)
         _write(out, pixel, out_pixel, channel, mask, total)
 
 

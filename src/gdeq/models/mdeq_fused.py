@@ -272,7 +272,7 @@ class _Serial:
         pass
 
 
-_streams: dict[torch.device, list[torch.cuda.Stream]] = {}
+_streams: dict[tuple[torch.device, int], list[torch.cuda.Stream]] = {}
 
 
 class _Parallel(_Serial):
@@ -280,14 +280,15 @@ class _Parallel(_Serial):
 
     What is allocated on a stream is free for that stream's next work as soon as nothing refers to
     it, although another one may still read it.  So the caller keeps all of it until `join`; the
-    next evaluation starts after that.
+    next evaluation starts after that.  One from another current stream might not, and has other
+    streams.
     """
 
     def __init__(self, device: torch.device, branches: int) -> None:
-        kept = _streams.setdefault(device, [])
+        self.main = torch.cuda.current_stream(device)
+        kept = _streams.setdefault((device, self.main.cuda_stream), [])
         while len(kept) < branches - 1:
             kept.append(torch.cuda.Stream(device))
-        self.main = torch.cuda.current_stream(device)
         self.sides = kept[: branches - 1]
         self.marks: dict[Hashable, torch.cuda.Event] = {}
         start = self.main.record_event()
