@@ -3,12 +3,14 @@
 import copy
 import io
 import pickle
+import warnings
 
 import pytest
 import torch
 from torch import nn
 
 import gdeq
+from gdeq.layer import UnsteadyCellWarning
 
 F64 = torch.float64
 GRADIENTS = {
@@ -94,6 +96,103 @@ def test_solution_is_the_record_of_the_last_call(device):
     assert deq.solution is not first
     assert deq.solution.converged.shape == (5,)
     assert first.converged.shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("grad", "gradient"), ("solvers", "solver"), ("gradients", "gradient"), ("slover", "solver")],
+)
+def test_an_unknown_option_names_the_nearest(wrong, right):
+    message = rf"DEQ has no option '{wrong}'; did you mean '{right}'\? \(options: cell, solver, "
+    with pytest.raises(TypeError, match=message):
+        gdeq.DEQ(Cell(), **{wrong: None})
+
+
+def test_an_unknown_option_like_nothing():
+    with pytest.raises(TypeError, match=r"DEQ has no option 'zzz' \(options: cell, solver, grad"):
+        gdeq.DEQ(Cell(), zzz=3)
+
+
+class Unsteady(Cell):
+    """A cell with a part that is another one at every evaluation."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, z, x):
+        return self.part(super().forward(z, x))
+
+
+UNSTEADY = {
+    "Dropout": (
+        nn.Dropout(0.5),
+        r"Dropout \(part\) draws a new mask at every evaluation: use gdeq.VariationalDropout",
+    ),
+    "Alpha": (nn.AlphaDropout(0.5), r"AlphaDropout \(part\) .* gdeq.VariationalDropout"),
+    "BatchNorm": (nn.BatchNorm1d(4).to(F64), r"BatchNorm1d \(part\) mixes .* nn.GroupNorm"),
+    "both": (
+        nn.Sequential(nn.BatchNorm1d(4).to(F64), nn.Dropout(0.5)),
+        r"Dropout \(part.1\) .*VariationalDropout.*; BatchNorm1d \(part.0\) .* nn.GroupNorm",
+    ),
+}
+
+
+@pytest.mark.parametrize(("part", "message"), UNSTEADY.values(), ids=UNSTEADY)
+def test_an_unsteady_cell_is_warned_of_once(device, part, message):
+    deq = gdeq.DEQ(Unsteady(copy.deepcopy(part)).to(device))
+    x = data(device, 3, 4)
+    deq.eval()
+    deq(x)  # it holds still now
+    deq.train()
+    deq.solver, deq.gradient = None, gdeq.Unrolled(2)
+    deq(x)  # nothing is solved
+    deq.solver, deq.gradient = gdeq.Broyden(max_iter=3), gdeq.GDEQ()
+    with pytest.warns(UnsteadyCellWarning, match=f"Unsteady in training mode is not .*{message}"):
+        deq(x)
+    deq(x)  # told before; a second warning would be an error here
+    other = gdeq.DEQ(Unsteady(copy.deepcopy(part)).to(device))
+    with pytest.warns(UnsteadyCellWarning):
+        other(x)
+
+
+def test_steady_cells_are_not_warned_of(device):
+    x = data(device, 3, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        steady = (gdeq.VariationalDropout(0.5), nn.GroupNorm(2, 4).to(F64), nn.Dropout(0.0))
+        for part in (*steady, nn.Dropout(0.5).eval()):
+            gdeq.DEQ(Unsteady(part).to(device), gdeq.Broyden(max_iter=3))(x)
+
+
+def test_what_lies_beside_a_method_as_cell_is_not_warned_of(device):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = Cell(), nn.Dropout(0.5)
+            self.deq = gdeq.DEQ(self.step)
+
+        def step(self, z, x):
+            return self.inner(z, x)
+
+        def forward(self, x):
+            return self.head(self.deq(x))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Model().to(device)(data(device, 3, 4))
+
+
+def test_an_unrolled_solution_does_not_speak_of_failure(device):
+    deq = gdeq.DEQ(Cell().to(device), solver=None, gradient=gdeq.Unrolled(steps=3))
+    deq(data(device, 5, 4))
+    text = str(deq.solution)
+    assert text.startswith(
+        "5 samples, not asked to converge: at most 3 steps, 3 evaluations of f, "
+    )
+    assert f"largest residual {deq.solution.residual.max().item():.1e}" in text
+    assert "converged" not in text
+    assert "\n" not in text
 
 
 def test_z0_is_where_the_solver_starts(device):

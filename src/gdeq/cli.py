@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,12 +38,22 @@ EXPECTED = (
     reports.ReportError,
 )
 
+Source = Annotated[
+    str | None,
+    typer.Argument(
+        help=f"A preset ({', '.join(configs.PRESETS)}) or a YAML file.", show_default="digits"
+    ),
+]
 KEYS = "Settings, as key=value (nested ones with a dot): " + ", ".join(configs.all_keys())
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="[key=value]...", help=KEYS, show_default=False)
 ]
 Root = Annotated[
     Path | None, typer.Option("--data", help="Folder of the data sets ($GDEQ_DATA, else ./data).")
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="auto, cpu, cuda or cuda:1 (default: as the run's config.yaml says)."),
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and stop.")]
@@ -69,9 +79,7 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
 @app.command()
 @plain_errors
 def train(
-    source: Annotated[
-        str, typer.Argument(help=f"A preset ({', '.join(configs.PRESETS)}) or a YAML file.")
-    ] = "digits",
+    source: Source = None,
     settings: Settings = None,
     run: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
     resume: Annotated[
@@ -91,29 +99,27 @@ def train(
     torchrun --nproc-per-node 4 -m gdeq train cifar10-fast     several GPUs
     """
     if resume is not None:
-        # With --resume the first argument, if there is one, is a setting.
-        overrides = [*([] if source == "digits" else [source]), *(settings or [])]
         if run is not None:
             raise configs.ConfigError("--resume goes on in its own folder: leave --run out")
+        # With --resume the first argument, if there is one, is a setting.
+        overrides = [*([] if source is None else [source]), *(settings or [])]
         if dry_run:
-            config = configs.load(str(resume / "config.yaml"), overrides)
-            describe(config, [folder.RunFolder.open(resume).path])
+            begun, config = runs.reopen(resume, overrides)
+            describe(config, runs.forecast_resume(begun, config, data))
             return
-        show(runs.resume(resume, data, overrides), resume)
+        show(runs.resume(resume, data, overrides, console.print), resume)
         return
-    if "=" in source:  # gdeq train epochs=3
-        settings, source = [source, *(settings or [])], "digits"
-    config = configs.load(source, settings)
+    config = chosen(source, settings)
     path = run or Path("runs") / default_name(config)
     if dry_run:
-        describe(config, [path])
+        describe(config, runs.forecast_train(path, config, data))
         return
     show(runs.train(path, config, data), path)
 
 
 @app.command()
 @plain_errors
-def evaluate(run: RunPath, data: Root = None, device: str | None = None) -> None:
+def evaluate(run: RunPath, data: Root = None, device: Device = None) -> None:
     """Test accuracy and loss of a finished run."""
     found = runs.evaluate(run, data, device)
     console.print(
@@ -125,7 +131,7 @@ def evaluate(run: RunPath, data: Root = None, device: str | None = None) -> None
 @app.command()
 @plain_errors
 def compare(
-    source: Annotated[str, typer.Argument(help="A preset or a YAML file.")] = "digits",
+    source: Source = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the runs and the report.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = 1,
@@ -140,14 +146,10 @@ def compare(
     Same recipe and same seed for all; then the table and the page.  Called again it goes on where
     it was stopped.  pretrain_steps says how long the pre-training is (default: a fifth).
     """
-    if "=" in source:
-        settings, source = [source, *(settings or [])], "digits"
-    config = configs.load(source, settings)
+    config = chosen(source, settings, runs.GRADIENTS)
     place = out or Path("runs") / f"compare-{config.data}-{config.model.size}"
     if dry_run:
-        kinds = ("", "-pretrained") if pretraining else ("",)
-        names = [f"{g}{p}-seed*" for p in kinds for g in runs.GRADIENTS]
-        describe(config, [place / name for name in names])
+        describe(config, runs.forecast_compare(place, config, pretraining, seeds, data))
         return
     pretrain = 0
     if pretraining:
@@ -166,23 +168,45 @@ def similarity(
         list[int] | None, typer.Option("--epoch", help="Snapshots to look at (default: all).")
     ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Mini-batches at each.")] = 8,
-    batch_size: Annotated[int, typer.Option(min=1)] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images in each.")] = 64,
+    exact_tol: Annotated[
+        float,
+        typer.Option(min=0.0, help="Residual that the exact gradient and its equilibrium need."),
+    ] = 1e-4,
     data: Root = None,
-    device: str | None = None,
+    device: Device = None,
 ) -> None:
-    """The paper's cosine figure: each method's gradient beside the exact one, at chosen epochs."""
+    """The paper's cosine figure: each method's gradient beside the exact one, at chosen epochs.
+
+    Each method uses the run's solver, as in training; the exact gradient is that of the equilibrium
+    itself.  All in float32, whatever the run's precision.
+    """
     by_method: dict[tuple[int, str], list[float]] = {}
-    worst = 0.0
-    for record in runs.measure_similarity(run, epochs, batches, batch_size, data, device):
-        key = (record["epoch"], record["method"])
-        by_method.setdefault(key, []).append(record["cosine"])
-        worst = max(worst, record["exact_residual"])
+    worst: dict[int, tuple[float, float]] = {}
+    measured = runs.measure_similarity(
+        run, epochs, batches, batch_size, data, device, exact_tol, console.print
+    )
+    for record in measured:
+        epoch = record["epoch"]
+        by_method.setdefault((epoch, record["method"]), []).append(record["cosine"])
+        backward, forward = worst.get(epoch, (0.0, 0.0))
+        worst[epoch] = (
+            max(backward, record["exact_residual"]),
+            max(forward, record["exact_forward_residual"]),
+        )
     for (epoch, method), values in by_method.items():
         middle = sorted(values)[len(values) // 2]
         console.print(
             f"epoch {epoch:3d}  {method:14s}  cosine: median {middle:.4f}, least {min(values):.4f}"
         )
-    console.print(f"the exact gradient's own residual is at most {worst:.1e}")
+    for epoch, (backward, forward) in worst.items():
+        reached = f"residual at most {backward:.1e}, at an equilibrium solved to {forward:.1e}"
+        console.print(f"epoch {epoch:3d}  the exact gradient's own {reached}")
+        if not max(backward, forward) <= exact_tol:
+            console.print(
+                f"warning: at epoch {epoch} the exact gradient is not exact: its {reached}, is "
+                f"above {exact_tol:.1e} (--exact-tol); these cosines are no better known than that"
+            )
 
 
 @app.command()
@@ -202,15 +226,13 @@ def report(
 @app.command()
 @plain_errors
 def bench(
-    source: Annotated[str, typer.Argument(help="A preset or a YAML file.")] = "digits",
+    source: Source = None,
     settings: Settings = None,
     steps: Annotated[int, typer.Option(min=1, help="Training steps timed for each.")] = 10,
     data: Root = None,
 ) -> None:
     """Time one training step with each gradient, in turns, on this machine."""
-    if "=" in source:
-        settings, source = [source, *(settings or [])], "digits"
-    config = configs.load(source, settings)
+    config = chosen(source, settings, runs.GRADIENTS)
     rows = runs.bench(config, steps, data)
     slowest = max(row["ms"] for row in rows if row["gradient"] == "implicit")
     typer.echo(f"{config.data} {config.model.size}, batch {config.batch_size}, {rows[0]['device']}")
@@ -249,8 +271,16 @@ def get_data(
 @plain_errors
 def info() -> None:
     """Versions and devices."""
-    for key, value in folder.environment().items():
+    for key, value in {**folder.environment(), **folder.companions()}.items():
         console.print(f"{key:10s} {value}")
+
+
+def chosen(source: str | None, settings: list[str] | None, gradients: Sequence[str] = ()) -> Config:
+    """What the arguments say; who leaves the preset out begins with a setting."""
+    if source is None or "=" in source:  # gdeq train epochs=3
+        first = [] if source is None else [source]
+        return configs.load("digits", [*first, *(settings or [])], gradients)
+    return configs.load(source, settings, gradients)
 
 
 def default_name(config: Config) -> str:
@@ -260,10 +290,14 @@ def default_name(config: Config) -> str:
     return "-".join([*parts, f"seed{config.seed}", time.strftime("%Y%m%d-%H%M%S")])
 
 
-def describe(config: Config, paths: list[Path]) -> None:
+def describe(config: Config, told: runs.Forecast) -> None:
     console.print(yaml.safe_dump(configs.to_dict(config), sort_keys=False))
-    for path in paths:
-        console.print(f"would train into {path}")
+    for line in told.lines:
+        console.print(line)
+    for problem in told.problems:
+        typer.secho(f"error: {problem}", fg="red", err=True)
+    if told.problems:
+        raise typer.Exit(1)
 
 
 def show(summary: dict[str, Any], path: Path) -> None:

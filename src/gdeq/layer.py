@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,25 @@ from gdeq.solvers.broyden import Broyden
 from gdeq.state import State, copied
 
 
+class UnsteadyCellWarning(UserWarning):
+    """The cell is not one function while its fixed point is sought."""
+
+
+UNSTEADY = (
+    (
+        (
+            *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+            *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+        ),
+        "draws a new mask at every evaluation: use gdeq.VariationalDropout, which keeps one",
+    ),
+    (
+        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+        "mixes the samples of a batch and moves its averages at every evaluation: use nn.GroupNorm",
+    ),
+)
+
+
 class DEQ(nn.Module):
     """z = cell(z, x), solved.
 
@@ -31,13 +52,21 @@ class DEQ(nn.Module):
     detached; it keeps the solver's inverse in memory until the next call).
     """
 
+    _warned = False  # of unsteady parts: once a layer
+
     def __init__(
         self,
         cell: Callable[..., State],
         solver: Solver | None = Broyden(max_iter=18, tol=1e-3),  # noqa: B008 (frozen)
         gradient: Gradient = GDEQ(),  # noqa: B008 (frozen)
+        **unknown: Never,
     ) -> None:
         super().__init__()
+        for key in unknown:
+            names = ("cell", "solver", "gradient")
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"DEQ has no option {key!r}{hint} (options: {', '.join(names)})")
         if not callable(cell) or isinstance(cell, type):
             raise TypeError(f"cell must be a module or function cell(z, x), got {describe(cell)}")
         check_pair(solver, gradient)
@@ -52,6 +81,8 @@ class DEQ(nn.Module):
         guessed = z0 is None and not hasattr(self.cell, "initial_state")
         if z0 is None:
             z0 = self._initial_state(*inputs, **options)
+        if self.solver is not None and not self._warned:  # unrolled, a mask a layer is no harm
+            self._warn_of_unsteady_parts()
         with hold(self.cell):
             try:
                 solution = fixed_point(
@@ -86,6 +117,24 @@ class DEQ(nn.Module):
             "the shape of the state is not known: call deq(x, z0=...), or give the cell a method "
             "initial_state(x) that returns one (without either, zeros like a tensor x are used)"
         )
+
+    def _warn_of_unsteady_parts(self) -> None:
+        if not isinstance(self.cell, nn.Module):
+            return  # the module of a bound method may use such parts outside the cell
+        told = []
+        for kinds, why in UNSTEADY:
+            for name, module in self.cell.named_modules():
+                if isinstance(module, kinds) and module.training and getattr(module, "p", 1) > 0:
+                    told.append(f"{type(module).__name__} ({name or 'the cell itself'}) {why}")
+                    break
+        if told:
+            self._warned = True
+            warnings.warn(
+                f"{type(self.cell).__name__} in training mode is not one function during a solve, "
+                f"which need not converge: {'; '.join(told)}",
+                UnsteadyCellWarning,
+                stacklevel=1,
+            )
 
     def extra_repr(self) -> str:
         return f"solver={self.solver}, gradient={self.gradient}"

@@ -140,12 +140,15 @@ class Solution:
         batch = len(self.codes)
         if batch == 0:
             return "an empty batch; nothing to solve"
-        lines = [
-            f"{int(self.converged.sum())} of {batch} samples converged in at most "
-            f"{int(self.steps.max())} steps, {self.evals} evaluations of f, "
+        outcome = (
+            f"at most {int(self.steps.max())} steps, {self.evals} evaluations of f, "
             f"largest residual {self.residual.max().item():.1e}"
-        ]
-        for i, status in enumerate(self.status):
+        )
+        ends = self.status
+        if all(status is Status.UNROLLED for status in ends):
+            return f"{batch} samples, not asked to converge: {outcome}"
+        lines = [f"{int(self.converged.sum())} of {batch} samples converged in {outcome}"]
+        for i, status in enumerate(ends):
             if status is not Status.CONVERGED:
                 residual, steps = self.residual[i].item(), int(self.steps[i])
                 lines.append(f"  sample {i}: {status} [step {steps}, residual {residual:.1e}]")

@@ -2,6 +2,8 @@
 
 import json
 import platform
+import sys
+import types
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from training_runs import RICH, TINY
 
 from gdeq import __version__
 from gdeq.training import config as configs
-from gdeq.training import runs
+from gdeq.training import folder, runs, similarity
 
 COMMANDS = ("train", "evaluate", "compare", "similarity", "bench", "report", "data", "info")
 
@@ -49,34 +51,136 @@ def test_evaluate_finds_what_the_summary_says(gdeq, tmp_path, settings):
 
 def test_a_finished_run_resumed_is_as_it_was(gdeq, tmp_path, reference):
     run = tmp_path / "run"
-    runs.train(run, configs.load("digits", RICH))
-    summary = (run / "summary.json").read_bytes()
+    summary = runs.train(run, configs.load("digits", RICH))
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.rglob("*") if p.is_file()}
+    for setting in ([], ["optimizer.lr=0.5"], ["epochs=1"]):
+        code, said = gdeq("train", "--resume", run, *setting)
+        assert code == 0, said
+        assert f"{run} is already finished: 2 epochs, test accuracy" in said
+        assert f"test accuracy {summary['test_accuracy']:.2f} %; nothing is changed" in said
+        assert f"`gdeq train --resume {run} epochs=4`" in said
+        now = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.rglob("*") if p.is_file()}
+        assert now == before
+    training_runs.assert_same_run(run, reference)
+    code, said = gdeq("train", "--resume", run, "epochs=3")
+    assert code == 0, said
+    assert "already finished" not in said
+    assert training_runs.metrics(run)[-1]["epoch"] == 3
+    # Without its weights it is not finished, whatever its summary says.
+    (run / "weights.safetensors").unlink()
     code, said = gdeq("train", "--resume", run)
     assert code == 0, said
-    assert (run / "summary.json").read_bytes() == summary
-    training_runs.assert_same_run(run, reference)
+    assert "already finished" not in said
+    assert (run / "weights.safetensors").is_file()
+
+
+def records_of(run):
+    return [json.loads(x) for x in (run / "similarity.jsonl").read_text().splitlines()]
+
+
+METHODS = {"Implicit", "JFB", "GDEQ", "GDEQ refine 1", "GDEQ refine 2", "GDEQ refine 4", "NPG"}
 
 
 def test_similarity(gdeq, run):
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("max_iter: 3", "max_iter: 12"))
     code, said = gdeq("similarity", run, "--batches", "2", "--batch-size", "4")
     assert code == 0, said
-    records = [json.loads(x) for x in (run / "similarity.jsonl").read_text().splitlines()]
-    methods = {"JFB", "GDEQ", "GDEQ refine 1", "GDEQ refine 2", "GDEQ refine 4", "NPG"}
-    assert {r["method"] for r in records} == methods
-    assert len(records) == 2 * len(methods)
+    records = records_of(run)
+    assert {r["method"] for r in records} == METHODS
+    assert len(records) == 2 * len(METHODS)
     assert {(r["epoch"], r["batch"]) for r in records} == {(1, 0), (1, 1)}
+    assert {r["solver"] for r in records} == {"Broyden"}
     assert all(-1 <= r["cosine"] <= 1 + 1e-12 for r in records)
     assert all(r["exact_residual"] < 1e-4 for r in records)
-    by = {m: [r for r in records if r["method"] == m] for m in methods}
+    assert all(r["exact_forward_residual"] < 1e-5 < r["forward_residual"] < 1e-3 for r in records)
+    by = {m: [r for r in records if r["method"] == m] for m in METHODS}
     for rough, fine in (("GDEQ", "GDEQ refine 2"), ("GDEQ refine 1", "GDEQ refine 4")):
         for one, other in zip(by[rough], by[fine], strict=True):
             assert other["relative_error"] < one["relative_error"]
     assert all(r["cosine"] > 0.99 for r in by["GDEQ refine 4"])
+    assert all(r["cosine"] > 0.999 for r in by["Implicit"])
     assert "epoch   1  GDEQ refine 4   cosine: median" in said
-    assert "the exact gradient's own residual is at most" in said
+    assert "epoch   1  the exact gradient's own residual at most" in said
+    assert "warning" not in said
     code, said = gdeq("similarity", run, "--epoch", "7")
     assert code == 1
     assert "no snapshot of epoch 7; there are [1]" in said
+
+
+def test_similarity_is_with_the_equilibrium_and_not_with_where_the_solver_stops(gdeq, run):
+    """Three steps are too few: an exact backward pass cannot mend that, and it shows."""
+    code, said = gdeq("similarity", run, "--batches", "1", "--batch-size", "4")
+    assert code == 0, said
+    implicit = next(r for r in records_of(run) if r["method"] == "Implicit")
+    assert implicit["adjoint_residual"] < 1e-5
+    assert implicit["forward_residual"] > 1e-3
+    assert implicit["exact_forward_residual"] < 1e-5
+    assert implicit["relative_error"] > 1e-3
+
+
+def test_similarity_that_is_not_exact_says_so(gdeq, run):
+    small = ["--batches", "1", "--batch-size", "4"]
+    code, said = gdeq("similarity", run, *small, "--exact-tol", "1e-9")
+    assert code == 0, said
+    assert "warning: at epoch 1 the exact gradient is not exact: its residual at most" in said
+    assert "is above 1.0e-09 (--exact-tol)" in said
+    assert all(r["exact_residual"] > 1e-9 for r in records_of(run))
+
+
+@pytest.mark.parametrize("trained_in", ["tf32", "bf16"])
+def test_similarity_is_in_float32(run, monkeypatch, trained_in):
+    text = (run / "config.yaml").read_text()
+    assert "precision: float32" in text
+    (run / "config.yaml").write_text(text.replace("float32", trained_in))
+
+    def arithmetic():
+        return (
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.allow_tf32,
+            torch.is_autocast_enabled("cpu"),
+        )
+
+    inside, real = set(), similarity.cross_entropy
+
+    def noting(*args):
+        inside.add(arithmetic())
+        return real(*args)
+
+    monkeypatch.setattr(similarity, "cross_entropy", noting)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in runs.measure_similarity(run, batches=2, batch_size=4):
+                assert arithmetic() == ("high", True, True)  # ours again between the records
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert inside == {("highest", False, False)}
+
+
+@pytest.mark.parametrize("solver", ["anderson", "picard"])
+def test_similarity_of_a_run_without_an_inverse(gdeq, run, solver):
+    text = (run / "config.yaml").read_text()
+    text = text.replace("solver:\n  name: broyden", f"solver:\n  name: {solver}")
+    (run / "config.yaml").write_text(
+        text.replace("gradient:\n  name: gdeq", "gradient:\n  name: jfb")
+    )
+    code, said = gdeq("similarity", run, "--batches", "1", "--batch-size", "4")
+    assert code == 0, said
+    assert f"the run's solver, {solver.title()}, leaves no inverse to reuse: GDEQ, GDEQ" in said
+    assert "refine 4 are solved by Broyden(max_iter=3, tol=0.001" in said
+    used = {r["method"]: r["solver"] for r in records_of(run)}
+    assert used.keys() == METHODS
+    for method, name in used.items():
+        assert name == ("Broyden" if "GDEQ" in method else solver.title())
+
+
+def test_similarity_with_a_batch_larger_than_the_data_set(gdeq, run):
+    code, said = gdeq("similarity", run, "--batch-size", "13")
+    assert code == 1
+    assert "error: --batch-size 13 is larger than the data set (12 samples): lower it" in said
 
 
 def test_compare(gdeq, tmp_path):
@@ -98,7 +202,7 @@ def test_compare(gdeq, tmp_path):
             1 if summary["pretrain"] else 0
         )  # a fifth of 3, at least 1
         same = configs.replace(config, gradient__name="gdeq", pretrain_steps=0)
-        assert same == configs.load("digits", settings)
+        assert same == configs.load("digits", settings, runs.GRADIENTS)
     assert all(word in said for word in ("Implicit", "JFB", "NPG", "GDEQ", "report: "))
     pages = list(out.glob("*.html"))
     assert len(pages) == 1
@@ -147,6 +251,25 @@ def test_info(gdeq):
         assert word in said
 
 
+def test_info_tells_of_triton_and_torchdeq(gdeq, monkeypatch):
+    shown = {"triton": types.SimpleNamespace(__version__="3.4.5"), "torchdeq": "0.1.2"}
+    monkeypatch.setitem(sys.modules, "triton", shown["triton"])
+    monkeypatch.setattr(folder.metadata, "version", lambda name: shown[name])
+    said = gdeq("info")[1]
+    assert "triton     3.4.5, importable" in said
+    assert "torchdeq   0.1.2" in said
+
+    def missing(name):
+        raise folder.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it could not be imported
+    monkeypatch.setattr(folder.metadata, "version", missing)
+    code, said = gdeq("info")
+    assert code == 0
+    assert "triton     not importable: ModuleNotFoundError" in said
+    assert "torchdeq   not installed" in said
+
+
 def test_data_that_needs_no_download(gdeq, tmp_path):
     code, said = gdeq("data", "digits", "--data", tmp_path)
     assert code == 0
@@ -171,6 +294,8 @@ def test_help_teaches(gdeq, name, monkeypatch):
     code, said = gdeq(name, "--help")
     assert code == 0
     assert len(said.split()) > 10
+    if name in ("evaluate", "similarity"):
+        assert "auto, cpu, cuda or cuda:1 (default: as the run's config.yaml says)" in said
     if name == "train":
         for key in ("optimizer.lr", "gradient.name", "--resume", "--dry-run", "torchrun"):
             assert key in said

@@ -1,12 +1,15 @@
-"""Settings: presets, files, key=value, and what is written of them."""
+"""Settings: presets, files, key=value, and what is written of them; what a dry run says."""
+
+import shutil
 
 import pytest
 import torch
 import yaml
+from training_runs import TINY, checkpoints
 
 from gdeq import data as datasets
 from gdeq.training import config as configs
-from gdeq.training import loop
+from gdeq.training import loop, runs
 
 
 @pytest.mark.parametrize("name", list(configs.PRESETS))
@@ -101,22 +104,174 @@ def test_all_keys_are_settings():
     )
 
 
-def test_dry_runs_write_nothing(gdeq, tmp_path, monkeypatch):
+OTHER_VALUES = {
+    "solver.memory": 3,
+    "gradient.refine": 3,
+    "gradient.tolerance": 0.1,
+    "gradient.max_refine": 3,
+    "gradient.max_iter": 3,
+    "gradient.tol": 0.1,
+    "gradient.solver": "gmres",
+    "gradient.steps": 3,
+    "gradient.damping": 0.25,
+}
+
+
+@pytest.mark.parametrize("key", OTHER_VALUES)
+def test_who_reads_what(key):
+    """The table says what the objects show: they differ where the setting is read."""
+    section, setting = key.split(".")
+    kind, names = {
+        "solver": (configs.SolverConfig, ("broyden", "anderson", "picard")),
+        "gradient": (configs.GradientConfig, ("gdeq", "implicit", "jfb", "npg", "unrolled")),
+    }[section]
+    needed = {"tolerance": 0.1} if setting == "max_refine" else {}
+    readers = [
+        name
+        for name in names
+        if kind(name=name, **needed, **{setting: OTHER_VALUES[key]}).build()
+        != kind(name=name, **needed).build()
+    ]
+    assert set(readers) == set(configs.READ_BY[key])
+    assert set(configs.READ_BY) - set(OTHER_VALUES) == {"optimizer.momentum"}
+
+
+def test_presets_may_hold_what_the_chosen_gradient_does_not_read(tmp_path):
+    """It is there to be switched to; only what is given by hand must be read."""
+    for gradient in ("implicit", "jfb", "npg", "gdeq"):
+        config = configs.load("cifar10-fast", [f"gradient={gradient}"])
+        assert (config.gradient.name, config.gradient.refine) == (gradient, 1)
+    (tmp_path / "own.yaml").write_text("gradient: {name: jfb, refine: 2}\n")
+    assert configs.load(str(tmp_path / "own.yaml"), ["epochs=2"]).gradient.refine == 2
+    # Back to the default, whatever the preset said.
+    assert configs.load("digits", ["gradient.tol=1e-6"]).gradient.tol == 1e-6
+
+
+def test_all_of_the_gradients_of_a_command_count():
+    every = ("implicit", "jfb", "npg", "gdeq")
+    config = configs.load("digits", ["gradient.max_iter=3", "gradient.refine=2"], every)
+    assert (config.gradient.max_iter, config.gradient.refine) == (3, 2)
+    with pytest.raises(configs.ConfigError, match="read by gradient=implicit alone"):
+        configs.load("digits", ["gradient.max_iter=3"], ("jfb", "npg"))
+
+
+# -- dry runs --------------------------------------------------------------------------------------
+
+
+def files(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_dry_run_tells_what_would_happen(gdeq, tmp_path, monkeypatch, few_images):
     monkeypatch.chdir(tmp_path)
-    code, said = gdeq("train", "epochs=3", "gradient=jfb", "--dry-run")
-    assert code == 0
-    assert configs.from_dict(yaml.safe_load(said.split("would train")[0])) == configs.load(
-        "digits", ["epochs=3", "gradient=jfb"]
+    code, said = gdeq("train", *TINY, "epochs=3", "gradient=jfb", "--dry-run")
+    assert code == 0, said
+    assert configs.from_dict(yaml.safe_load(said.split("device: CPU")[0])) == configs.load(
+        "digits", [*TINY, "epochs=3", "gradient=jfb"]
     )
+    assert "device: CPU (" in said
+    assert "data set: digits is there, 12 train and 21 test images" in said
+    assert "steps: 3 an epoch, 9 in all" in said
+    assert "parameters: 91,514" in said
     assert "would train into runs/digits-small-jfb-seed0-" in said
-    code, said = gdeq("compare", "cifar10-fast", "--dry-run", "--out", "table")
-    assert code == 0
-    assert said.count("would train into table/") == 8
     assert not list(tmp_path.iterdir())
-    (tmp_path / "config.yaml").write_text("epochs: 9\n")
-    code, said = gdeq("train", "--resume", ".", "--dry-run", "optimizer.lr=0.5")
-    assert code == 0
+
+
+def test_a_dry_run_tells_all_problems_at_once(gdeq, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work")
+    place = ["--data", tmp_path, "--run", tmp_path / "run"]
+    code, said = gdeq("train", "cifar10", "device=cuda:99", *place, "--dry-run")
+    assert code == 1
+    assert said.count("error: ") == 3
+    assert "use device=cpu" in said
+    assert "`gdeq data cifar10`" in said
+    assert f"{tmp_path / 'run'} exists already and is left as it is" in said
+    assert "would train" not in said
+
+
+def test_a_dry_run_of_a_resume(gdeq, tmp_path, few_images):
+    (tmp_path / "config.yaml").write_text("epochs: 9\nbatch_size: 4\n")
+    before = files(tmp_path)
+    code, said = gdeq("train", "--resume", tmp_path, "--dry-run", "optimizer.lr=0.5")
+    assert code == 0, said
     assert "epochs: 9" in said
     assert "lr: 0.5" in said
-    assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"]
-    assert (tmp_path / "config.yaml").read_text() == "epochs: 9\n"
+    assert "steps: 3 an epoch, 27 in all" in said
+    assert f"{tmp_path} has no checkpoint yet: would begin at its start" in said
+    code, said = gdeq("train", "--resume", tmp_path, "--dry-run", "seed=3")
+    assert code == 1
+    assert "seed cannot change in the middle of a run" in said
+    code, said = gdeq("train", "digits", "--resume", tmp_path, "--dry-run")
+    assert code == 1
+    assert "'digits' is not a setting" in said
+    assert files(tmp_path) == before
+
+
+def test_a_dry_run_names_the_checkpoint(gdeq, tmp_path, reference, few_images):
+    run = tmp_path / "run"
+    shutil.copytree(reference, run)
+    before = files(run)
+    code, said = gdeq("train", "--resume", run, "epochs=3", "--dry-run")
+    assert code == 0, said
+    assert f"would go on in {run} from checkpoint step-000000006.ckpt, at step 6 of 9" in said
+    code, said = gdeq("train", "--resume", run, "--dry-run")
+    assert code == 0, said
+    assert f"{run} is already finished: 2 epochs, test accuracy" in said
+    newest = checkpoints(run)[-1]
+    newest.write_bytes(b"")
+    code, said = gdeq("train", "--resume", run, "epochs=3", "--dry-run")
+    assert code == 0, said
+    assert f"warning: {newest.name} is not a checkpoint" in said
+    assert "from checkpoint step-000000005.ckpt, at step 5 of 9" in said
+    assert files(run) == {**before, newest: b""}
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("size: small", "size: tiny"))
+    code, said = gdeq("train", "--resume", run, "epochs=3", "--dry-run")
+    assert code == 1
+    assert "does not fit its config.yaml" in said
+
+
+def test_a_dry_run_of_a_comparison(gdeq, tmp_path, few_images):
+    out = tmp_path / "table"
+    settings = [*TINY, "epochs=1", "gradient.max_iter=3", "--out", out]
+    code, said = gdeq("compare", *settings, "--dry-run", "--seeds", "2")
+    assert code == 0, said
+    assert said.count(f"missing: would train into {out}/") == 16
+    assert "steps: 3 an epoch, 3 in all" in said
+    assert "parameters: 91,514" in said
+    assert not out.exists()
+    for name in ("jfb", "npg"):
+        wanted = ["epochs=1", "gradient.max_iter=3"]
+        config = configs.load("digits", [*TINY, *wanted], runs.GRADIENTS)
+        runs.train(out / f"{name}-seed0", configs.replace(config, gradient__name=name))
+    (out / "npg-seed0" / "summary.json").unlink()
+    before = files(out)
+    code, said = gdeq("compare", *settings, "--no-pretraining", "--dry-run")
+    assert code == 0, said
+    assert f"missing: would train into {out / 'implicit-seed0'}" in said
+    assert f"finished: would keep {out / 'jfb-seed0'}" in said
+    assert f"half: would go on with {out / 'npg-seed0'}" in said
+    assert "from checkpoint step-000000003.ckpt, at step 3 of 3" in said
+    assert f"missing: would train into {out / 'gdeq-seed0'}" in said
+    (out / "implicit-seed0").mkdir()
+    (out / "implicit-seed0" / "thesis.txt").write_text("years of work")
+    code, said = gdeq("compare", *settings, "optimizer.lr=0.5", "--no-pretraining", "--dry-run")
+    assert code == 1
+    assert f"{out / 'implicit-seed0'} exists already" in said
+    assert f"{out / 'jfb-seed0'} was made with other settings; choose another --out" in said
+    # The run itself says so too, and before it has begun with any of them.
+    code, said = gdeq("compare", *settings, "--no-pretraining")
+    assert code == 1
+    assert f"{out / 'implicit-seed0'} exists already" in said
+    (out / "implicit-seed0" / "thesis.txt").unlink()
+    assert files(out) == before
+
+
+def test_a_dry_run_of_a_comparison_without_its_data(gdeq, tmp_path):
+    place = ["--out", tmp_path / "table", "--data", tmp_path]
+    code, said = gdeq("compare", "cifar10-fast", "device=cpu", *place, "--dry-run")
+    assert code == 1
+    assert said.count(f"missing: would train into {tmp_path / 'table'}/") == 8
+    assert said.count("error: ") == 1
+    assert "`gdeq data cifar10`" in said

@@ -53,27 +53,68 @@ def test_a_key_like_nothing(gdeq):
         ("epochs=many", "epochs must be int, got 'many'"),
         ("epochs=1.5", "epochs must be int, got 1.5"),
         ("epochs=true", "epochs must be int, got True"),
-        ("epochs=0", "Config.epochs must be at least 1, got 0"),
+        ("epochs=0", "error: epochs must be at least 1, got 0"),
         ("optimizer.lr=fast", "optimizer.lr must be float, got 'fast'"),
-        ("optimizer.lr=-1", "OptimizerConfig.lr must be above 0, got -1.0"),
-        ("optimizer.lr=.nan", "OptimizerConfig.lr must be above 0, got nan"),
+        ("optimizer.lr=-1", "error: optimizer.lr must be above 0, got -1.0"),
+        ("optimizer.lr=.nan", "error: optimizer.lr must be above 0, got nan"),
         ("optimizer.clip=big", "optimizer.clip must be float or nothing, got 'big'"),
         ("augment.flip=1", "augment.flip must be bool, got 1"),
         ("snapshots=3", "snapshots must be a list such as [1,10], got 3"),
-        ("snapshots=[0]", "snapshots are epochs from 1 on, got (0,)"),
+        ("snapshots=[0]", "error: snapshots are epochs from 1 on, got (0,)"),
         ("snapshots=[a]", "snapshots are epochs from 1 on, got ('a',)"),
-        ("solver=newton", "SolverConfig.name must be 'broyden' or 'anderson' or 'picard'"),
-        ("solver=3", "solver holds settings, got 3"),
+        ("solver=newton", "error: solver.name must be 'broyden' or 'anderson' or 'picard'"),
+        ("gradient=foo", "error: gradient.name must be 'gdeq' or 'implicit' or 'jfb' or 'npg' or"),
+        ("model=foo", "error: model.size must be 'small' or 'tiny' or 'large', got 'foo'"),
+        ("optimizer=foo", "error: optimizer.name must be 'adam' or 'sgd', got 'foo'"),
+        ("augment=flip", "augment holds settings, got 'flip'; it has augment.crop, augment.flip"),
+        ("solver.memory=0", "error: solver.memory must be at least 1, got 0"),
+        ("gradient.refine=-1", "error: gradient.refine must be at least 0, got -1"),
+        ("solver=3", "solver holds settings, got 3; it has solver.name, solver.max_iter"),
         ("epochs.inner=3", "there is no setting 'epochs.inner'"),
-        ("device=tpu", "Config.device must be auto, cpu or cuda, got 'tpu'"),
-        ("data=mnist", "Config.data must be 'digits'"),
+        ("device=tpu", "error: device must be auto, cpu or cuda, got 'tpu'"),
+        ("data=mnist", "error: data must be 'digits'"),
         ("epochs=[1", "epochs: cannot read the value '[1'"),
         ("solver=picard", "Picard builds none; use gdeq.Broyden(), or another gradient"),
-        ("gradient.tolerance=-1", "GDEQ.tolerance"),
+        ("gradient.tolerance=-1", "error: gradient.tolerance must be above 0, got -1.0"),
     ],
 )
 def test_a_value_that_does_not_fit(gdeq, setting, message):
     assert message in refused(gdeq, "train", setting, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["gradient=implicit", "gradient.refine=2"],
+            "gradient.refine is read by gradient=gdeq alone, and this is gradient=implicit: leave "
+            "gradient.refine out, or choose gradient=gdeq",
+        ),
+        (["gradient={name: implicit, refine: 2}"], "gradient.refine is read by gradient=gdeq"),
+        (["gradient.tol=1e-3"], "gradient.tol is read by gradient=implicit alone"),
+        (
+            ["gradient.steps=3"],
+            "gradient.steps is read by gradient=npg and gradient=unrolled alone, and this is "
+            "gradient=gdeq",
+        ),
+        (["solver=picard", "gradient=jfb", "solver.memory=3"], "solver.memory is read by"),
+        (["optimizer.momentum=0.5"], "is read by optimizer=sgd alone, and this is optimizer=adam"),
+    ],
+)
+def test_a_setting_that_nothing_reads(gdeq, settings, message):
+    assert message in refused(gdeq, "train", *settings, "--dry-run")
+
+
+@pytest.mark.parametrize("command", ["compare", "bench"])
+def test_a_gradient_for_a_command_that_takes_them_all(gdeq, command):
+    said = refused(gdeq, command, "gradient=jfb")
+    assert "takes the gradients implicit, jfb, npg, gdeq in turn; leave gradient=jfb out" in said
+
+
+def test_a_resumed_run_refuses_what_it_does_not_read(gdeq, tmp_path):
+    (tmp_path / "config.yaml").write_text("gradient: {name: implicit, refine: 1}\n")
+    said = refused(gdeq, "train", "--resume", tmp_path, "gradient.refine=2")
+    assert "gradient.refine is read by gradient=gdeq alone" in said
 
 
 def test_not_a_setting(gdeq):
@@ -127,7 +168,18 @@ def test_a_file_where_the_run_folder_should_be(gdeq, tmp_path, few_images):
     assert "exists already" in refused(gdeq, "train", *TINY, "--run", tmp_path / "file")
     said = refused(gdeq, "train", *TINY, "--run", tmp_path / "file" / "run")
     assert "cannot make the run folder" in said
-    assert "Not a directory" in said
+    assert f"{tmp_path / 'file'}: Not a directory" in said
+    dry = refused(gdeq, "train", *TINY, "--run", tmp_path / "file" / "run", "--dry-run")
+    assert dry.endswith(said)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_place_where_nothing_may_be_written(gdeq, tmp_path, few_images):
+    tmp_path.chmod(0o500)
+    said = refused(gdeq, "train", *TINY, "--run", tmp_path / "runs" / "one", "--dry-run")
+    tmp_path.chmod(0o700)
+    assert f"cannot make the run folder {tmp_path / 'runs' / 'one'}: " in said
+    assert f"{tmp_path}: Permission denied" in said
 
 
 def test_what_was_killed_before_it_began_may_begin_again(gdeq, tmp_path, few_images):
@@ -170,13 +222,29 @@ def test_a_gpu_that_is_not_there(gdeq, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["evaluate", "similarity"])
+def test_a_gpu_that_is_not_there_by_option(gdeq, tmp_path, command):
+    """Their advice is the option that they have."""
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "epoch-001.safetensors").write_text("")
+    said = refused(gdeq, command, tmp_path, "--device", "cuda")
+    assert "PyTorch sees no GPU here; use --device cpu or --device auto" in said
+    assert "device=" not in said
+    (tmp_path / "config.yaml").write_text("device: cuda\n")
+    assert "use --device cpu" in refused(gdeq, command, tmp_path)
+    said = refused(gdeq, command, tmp_path, "--device", "gpu")
+    assert "there is no device 'gpu': write cpu, cuda or cuda:0; use --device cpu" in said
+
+
 def test_a_gpu_number_that_is_not_there(gdeq, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(process.DeviceError, match="there is no GPU 5: this machine has 2"):
         process.start("cuda:5")
     said = refused(gdeq, "train", "device=cuda-x", "--run", tmp_path / "run")
-    assert "there is no device 'cuda-x': write cpu, cuda or cuda:0" in said
+    assert "there is no device 'cuda-x': write cpu, cuda or cuda:0; use device=cpu" in said
 
 
 def test_a_data_set_that_is_missing(gdeq, tmp_path):
@@ -191,6 +259,8 @@ def test_a_batch_larger_than_the_data_set(gdeq, tmp_path, few_images):
     said = refused(gdeq, "train", *TINY, "batch_size=500", "--run", tmp_path / "run")
     assert "batch_size 500 is larger than the data set (12 samples)" in said
     assert not (tmp_path / "run").exists()
+    dry = refused(gdeq, "train", *TINY, "batch_size=500", "--run", tmp_path / "run", "--dry-run")
+    assert "batch_size 500 is larger than the data set (12 samples)" in dry
 
 
 def expanding(config, dataset):

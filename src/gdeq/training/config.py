@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +180,22 @@ class Config:
             raise ValueError(f"Config.snapshots are epochs from 1 on, got {self.snapshots!r}")
 
 
+# Settings that some names of their section pass over, and the names that read them.
+READ_BY: dict[str, tuple[str, ...]] = {
+    "solver.memory": ("broyden", "anderson"),
+    "gradient.refine": ("gdeq",),
+    "gradient.tolerance": ("gdeq",),
+    "gradient.max_refine": ("gdeq",),
+    "gradient.max_iter": ("implicit",),
+    "gradient.tol": ("implicit",),
+    "gradient.solver": ("implicit",),
+    "gradient.steps": ("npg", "unrolled"),
+    "gradient.damping": ("npg", "unrolled"),
+    "optimizer.momentum": ("sgd",),
+}
+# What a section alone stands for: gradient=jfb, model=large.
+SHORT = {"model": "size", "solver": "name", "gradient": "name", "optimizer": "name"}
+
 _FAST = {"schedule": "onecycle", "warmup": 0.2}
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -230,9 +249,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def load(source: str = "digits", overrides: list[str] | None = None) -> Config:
-    """A preset or a YAML file, with ``key=value`` settings on top (``optimizer.lr=0.01``)."""
+def load(
+    source: str = "digits",
+    overrides: list[str] | None = None,
+    gradients: Sequence[str] = (),
+) -> Config:
+    """A preset or a YAML file, with ``key=value`` settings on top (``optimizer.lr=0.01``).
+
+    gradients: those that the command goes through, where that is not for ``gradient.name`` to say.
+    """
     settings = _source(source)
+    given: set[str] = set()
     for text in overrides or []:
         key, equals, value = text.partition("=")
         if not equals:
@@ -241,8 +268,10 @@ def load(source: str = "digits", overrides: list[str] | None = None) -> Config:
             parsed = yaml.safe_load(value)
         except yaml.YAMLError as problem:
             raise ConfigError(f"{key.strip()}: cannot read the value {value!r}") from problem
-        _put(settings, key.strip(), parsed)
-    return from_dict(settings)
+        given |= _put(settings, key.strip(), parsed)
+    config = from_dict(settings)
+    _check_read(config, given, gradients)
+    return config
 
 
 def from_dict(settings: dict[str, Any]) -> Config:
@@ -311,7 +340,8 @@ def _unknown(key: str) -> ConfigError:
     return ConfigError(f"there is no setting {key!r}{hint} (`gdeq train --help` lists them)")
 
 
-def _put(settings: dict[str, Any], key: str, value: Any) -> None:
+def _put(settings: dict[str, Any], key: str, value: Any) -> set[str]:
+    """Set it; returns the keys that were set, written out."""
     known = all_keys()
     if key not in known and key not in {k.split(".")[0] for k in known}:
         raise _unknown(key)
@@ -322,12 +352,40 @@ def _put(settings: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(inner, dict):
             raise _unknown(key)
         place = inner
-    hints = typing.get_type_hints(Config)
-    if not parents and dataclasses.is_dataclass(hints.get(last)) and isinstance(value, str):
-        short = "size" if last == "model" else "name"  # gradient=jfb, model=large
-        place.setdefault(last, {})[short] = value
-        return
+    if key in SHORT and isinstance(value, str):
+        place.setdefault(key, {})[SHORT[key]] = value
+        return {f"{key}.{SHORT[key]}"}
     place[last] = value
+    return {f"{key}.{inner}" for inner in value} if isinstance(value, dict) else {key}
+
+
+def _check_read(config: Config, given: set[str], gradients: Sequence[str]) -> None:
+    """What was asked for must be read by someone.
+
+    Only of settings given by hand: a preset holds those of several gradients, to switch between.
+    To give one its default takes back what a preset says, and asks for nothing.
+    """
+    if gradients and "gradient.name" in given:
+        raise ConfigError(
+            f"this command takes the gradients {', '.join(gradients)} in turn; leave "
+            f"gradient={config.gradient.name} out"
+        )
+    default = Config()
+    for key in sorted(given & READ_BY.keys()):
+        value = attrgetter(key)
+        if value(config) == value(default):
+            continue
+        section = key.partition(".")[0]
+        chosen = [getattr(config, section).name]
+        if section == "gradient" and gradients:
+            chosen = list(gradients)
+        readers = READ_BY[key]
+        if not set(readers) & set(chosen):
+            listed = " and ".join(f"{section}={name}" for name in readers)
+            raise ConfigError(
+                f"{key} is read by {listed} alone, and this is {section}={' or '.join(chosen)}: "
+                f"leave {key} out, or choose {section}={readers[0]}"
+            )
 
 
 def _build(kind: type, settings: dict[str, Any], prefix: str) -> Any:
@@ -339,14 +397,17 @@ def _build(kind: type, settings: dict[str, Any], prefix: str) -> Any:
         hint = hints[key]
         if dataclasses.is_dataclass(hint):
             if not isinstance(value, dict):
-                raise ConfigError(f"{prefix}{key} holds settings, got {value!r}")
+                inner = ", ".join(all_keys(typing.cast(type, hint), f"{prefix}{key}."))
+                raise ConfigError(f"{prefix}{key} holds settings, got {value!r}; it has {inner}")
             values[key] = _build(typing.cast(type, hint), value, f"{prefix}{key}.")
         else:
             values[key] = _coerce(value, hint, f"{prefix}{key}")
     try:
         return kind(**values)
     except (TypeError, ValueError) as problem:
-        raise ConfigError(str(problem)) from problem
+        # GradientConfig.name, GDEQ.refine: the user knows them as gradient.name, gradient.refine.
+        owner = rf"^[A-Z]\w*\.(?=(?:{'|'.join(hints)})\b)"
+        raise ConfigError(re.sub(owner, prefix, str(problem))) from problem
 
 
 def _coerce(value: Any, hint: Any, key: str) -> Any:

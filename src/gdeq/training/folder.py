@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
 import math
 import os
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +32,9 @@ class RunFolder:
         self.path = path
         self.metrics_path = path / "metrics.jsonl"
 
-    @classmethod
-    def create(cls, path: Path, config: Config) -> RunFolder:
+    @staticmethod
+    def check_free(path: Path) -> None:
+        """Raise if no run can begin there; writes nothing."""
         # A .part alone is what a process leaves that was killed before it could begin.
         if path.exists() and (
             not path.is_dir() or any(p.suffix != ".part" for p in path.iterdir())
@@ -39,6 +43,16 @@ class RunFolder:
                 f"{path} exists already and is left as it is; continue it with "
                 f"`gdeq train --resume {path}`, or choose another folder with --run"
             )
+        nearest = next(place for place in (path, *path.parents) if place.exists())
+        problem = 0 if os.access(nearest, os.W_OK | os.X_OK) else errno.EACCES
+        if not nearest.is_dir():
+            problem = errno.ENOTDIR
+        if problem:
+            raise RunError(f"cannot make the run folder {path}: {nearest}: {os.strerror(problem)}")
+
+    @classmethod
+    def create(cls, path: Path, config: Config) -> RunFolder:
+        cls.check_free(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             run = cls(path)
@@ -93,6 +107,18 @@ class RunFolder:
     def metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.metrics_path)
 
+    def finished(self, epochs: int) -> dict[str, Any] | None:
+        """The summary of a run that came to the end of so many epochs; None of one that did not."""
+        if not (self.path / "weights.safetensors").is_file():
+            return None  # `gdeq evaluate` sends those who miss them to --resume
+        try:
+            summary = json.loads((self.path / "summary.json").read_text())
+            # Of a run that was lengthened the summary is the old one until the new end.
+            whole = summary["epochs"] >= epochs and "test_accuracy" in summary
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        return summary if whole else None
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines; a last line that was cut off is passed over."""
@@ -117,6 +143,20 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
     }
     return found
+
+
+def companions() -> dict[str, str]:
+    """Packages that are of use but not needed, as they are here."""
+    try:
+        triton = importlib.import_module("triton")
+        usable = f"{triton.__version__}, importable"
+    except Exception as problem:  # a build for another machine fails in ways of its own
+        usable = f"not importable: {type(problem).__name__}: {problem}"
+    try:
+        peer = metadata.version("torchdeq")
+    except metadata.PackageNotFoundError:
+        peer = "not installed"
+    return {"triton": usable, "torchdeq": peer}
 
 
 def device_name(device: torch.device) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -20,20 +22,24 @@ from gdeq.data import Batches
 from gdeq.models.mdeq import MDEQ
 from gdeq.training import checkpoint, process, progress
 from gdeq.training import config as configs
-from gdeq.training.config import Config
+from gdeq.training.config import Config, ConfigError
 from gdeq.training.folder import RunError, RunFolder, device_name
 from gdeq.training.loop import Trainer, build_model, precision
-from gdeq.training.similarity import similarity
+from gdeq.training.similarity import METHODS, similarity, solver_for
 
 GRADIENTS = ("implicit", "jfb", "npg", "gdeq")
+MISSING, HALF, FINISHED = "missing", "half", "finished"  # the runs of a comparison
+DEEDS = {MISSING: "train into", HALF: "go on with", FINISHED: "keep"}
 
 
 def train(path: Path, config: Config, root: Path | None = None) -> dict[str, Any]:
     """A new run in a new folder."""
-    me = process.start(config.device)
+    me = _start(config.device)
     try:
         path = Path(me.agree(str(path)))
         view = progress.choose(me.first)
+        if me.first:
+            RunFolder.check_free(path)
         # The data set and the model come first: a run that cannot start leaves no folder behind.
         trainer = Trainer(config, RunFolder(path), me, view, _text(root))
         if me.first:
@@ -45,14 +51,21 @@ def train(path: Path, config: Config, root: Path | None = None) -> dict[str, Any
 
 
 def resume(
-    path: Path, root: Path | None = None, overrides: list[str] | None = None
+    path: Path,
+    root: Path | None = None,
+    overrides: list[str] | None = None,
+    tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Go on where the newest whole checkpoint is; from the start if there is none yet."""
-    run = RunFolder.open(path)
-    before = run.config()
-    config = configs.load(str(path / "config.yaml"), overrides)
-    _check_unchanged(before, config)
-    me = process.start(config.device)
+    """Go on where the newest whole checkpoint is; from the start if there is none yet.
+
+    A run that has all its epochs is left as it is.
+    """
+    run, config = reopen(path, overrides)
+    summary = run.finished(config.epochs)
+    if summary is not None:
+        tell(_finished(run, summary))
+        return summary
+    me = _start(config.device)
     try:
         view = progress.choose(me.first)
         trainer = Trainer(config, run, me, view, _text(root))
@@ -60,12 +73,20 @@ def resume(
             trainer.restore(checkpoint.latest(path, view.say))
         elif me.first:
             run.cut(0)
-        if me.first and config != before:
+        if me.first and config != run.config():
             run.write_config(config)  # the next resume goes on with the same
         me.wait()
         return trainer.fit()
     finally:
         process.stop()
+
+
+def reopen(path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, Config]:
+    """A run that is there, and its configuration as it would be from now on."""
+    run = RunFolder.open(path)
+    config = configs.load(str(path / "config.yaml"), overrides)
+    _check_unchanged(run.config(), config)
+    return run, config
 
 
 def trained_model(
@@ -74,7 +95,7 @@ def trained_model(
     """The model of a finished run (or of one of its snapshots), ready to use."""
     run = RunFolder.open(path)
     config = run.config()
-    place = process.start(device or config.device).device
+    place = _start(device or config.device, "--device ").device
     file = path / (weights or "weights.safetensors")
     if not file.is_file():
         raise RunError(
@@ -109,6 +130,8 @@ def measure_similarity(
     batch_size: int = 64,
     root: Path | None = None,
     device: str | None = None,
+    exact_tol: float = 1e-4,
+    tell: Callable[[str], None] = print,
 ) -> Iterator[dict[str, Any]]:
     """Compare the gradients on the run's snapshots; writes ``similarity.jsonl`` as it goes."""
     run = RunFolder.open(path)
@@ -121,9 +144,22 @@ def measure_similarity(
     missing = [epoch for epoch in chosen if epoch not in found]
     if missing:
         raise RunError(f"no snapshot of epoch {missing[0]}; there are {sorted(found)}")
+    own = run.config().solver.build()
+    others = {name: solver_for(method, own) for name, method in METHODS.items()}
+    replaced = [name for name, solver in others.items() if solver != own]
+    if replaced:
+        tell(
+            f"the run's solver, {type(own).__name__}, leaves no inverse to reuse: "
+            f"{', '.join(replaced)} are solved by {others[replaced[0]]}"
+        )
     lines: list[str] = []
     for epoch in chosen:
         model, config, dataset = trained_model(path, root, device, found[epoch])
+        if batch_size > len(dataset.train_x):
+            raise ConfigError(
+                f"--batch-size {batch_size} is larger than the data set "
+                f"({len(dataset.train_x)} samples): lower it"
+            )
         source = Batches(
             dataset.train_x,
             dataset.train_y,
@@ -132,7 +168,7 @@ def measure_similarity(
             std=dataset.std,
             seed=config.seed,
         )
-        for record in similarity(model, source, config.solver.build(), batches, epoch):
+        for record in similarity(model, source, own, batches, epoch, exact_tol):
             lines.append(json.dumps(record))
             run.write("similarity.jsonl", "\n".join(lines) + "\n")
             yield record
@@ -156,18 +192,16 @@ def compare(
 
     Runs that are finished are kept, half ones go on: the same call continues a broken one.
     """
-    paths = []
-    for seed in range(config.seed, config.seed + seeds):
-        for steps in sorted({0, pretrain_steps}):
-            for name in GRADIENTS:
-                label = f"{name}{'-pretrained' if steps else ''}-seed{seed}"
-                wanted = configs.replace(
-                    config, gradient__name=name, pretrain_steps=steps, seed=seed
-                )
-                path = folder / label
-                paths.append(path)
-                _one_of(path, wanted, root, tell)
-    return paths
+    table = _table(folder, config, pretrain_steps, seeds)
+    states = {path: _state(path, wanted) for path, wanted in table.items()}  # before any begins
+    for path, wanted in table.items():
+        if states[path] == FINISHED:
+            tell(f"{path.name}: finished before, kept")
+        elif states[path] == HALF:
+            resume(path, root, tell=tell)
+        else:
+            train(path, wanted, root)
+    return list(table)
 
 
 def bench(config: Config, steps: int, root: Path | None = None) -> list[dict[str, Any]]:
@@ -219,16 +253,161 @@ def default_pretraining(config: Config, root: Path | None) -> int:
     return max(1, config.epochs * (len(dataset.train_x) // config.batch_size) // 5)
 
 
-def _one_of(path: Path, wanted: Config, root: Path | None, tell: Callable[[str], None]) -> None:
-    if (path / "config.yaml").is_file():
-        if RunFolder.open(path).config() != wanted:
-            raise RunError(f"{path} was made with other settings; choose another --out")
-        if (path / "summary.json").is_file():
-            tell(f"{path.name}: finished before, kept")
-            return
-        resume(path, root)
-    else:
-        train(path, wanted, root)
+# -- dry runs --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Forecast:
+    """What a command would do, found out by the checks that the command itself makes."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def check(self) -> Iterator[None]:
+        """A problem is noted and the next check made, so that all are told at once."""
+        try:
+            yield
+        except (
+            RunError,
+            ConfigError,
+            process.DeviceError,
+            datasets.DataError,
+            checkpoint.CheckpointError,
+        ) as problem:
+            if str(problem) not in self.problems:
+                self.problems.append(str(problem))
+
+
+def forecast_train(path: Path, config: Config, root: Path | None = None) -> Forecast:
+    told = Forecast()
+    with _forecast(told, config, path, root), told.check():
+        RunFolder.check_free(path)
+        told.lines.append(f"would train into {path}, a new folder")
+    return told
+
+
+def forecast_resume(run: RunFolder, config: Config, root: Path | None = None) -> Forecast:
+    told = Forecast()
+    summary = run.finished(config.epochs)
+    if summary is not None:
+        told.lines.append(_finished(run, summary))
+        return told
+    with _forecast(told, config, run.path, root) as trainer:
+        if trainer is not None:
+            _forecast_restore(told, trainer)
+    return told
+
+
+def forecast_compare(
+    folder: Path, config: Config, pretraining: bool, seeds: int = 1, root: Path | None = None
+) -> Forecast:
+    told = Forecast()
+    with _forecast(told, config, folder, root) as trainer:
+        steps = config.pretrain_steps if pretraining else 0
+        if pretraining and not steps and trainer is not None:
+            steps = default_pretraining(config, root)
+        known = steps > 0 or not pretraining
+        for path, wanted in _table(folder, config, steps or int(pretraining), seeds).items():
+            with told.check():
+                # Without the data set the settings of the pre-trained runs are not known.
+                state = _state(path, wanted if known else None)
+                told.lines.append(f"{state}: would {DEEDS[state]} {path}")
+                if state == HALF and trainer is not None and known:
+                    half = Trainer(
+                        wanted, RunFolder(path), trainer.process, progress.Silent(), _text(root)
+                    )
+                    _forecast_restore(told, half)
+    return told
+
+
+@contextlib.contextmanager
+def _forecast(
+    told: Forecast, config: Config, path: Path, root: Path | None
+) -> Iterator[Trainer | None]:
+    """The trainer that a run would have, if it could have one."""
+    trainer = None
+    me = process.Process(torch.device("cpu"))  # to see the rest where the device is missing
+    try:
+        with told.check():
+            me = _start(config.device)
+            told.lines.append(f"device: {device_name(me.device)}")
+        with told.check():
+            trainer = Trainer(config, RunFolder(path), me, progress.Silent(), _text(root))
+            parameters = sum(p.numel() for p in trainer.model.parameters())
+            told.lines += [
+                f"data set: {trainer.dataset.name} is there, {len(trainer.dataset.train_x)} train "
+                f"and {len(trainer.dataset.test_x)} test images",
+                f"steps: {len(trainer.train_batches)} an epoch, {trainer.total} in all",
+                f"parameters: {parameters:,}",
+            ]
+        yield trainer
+    finally:
+        process.stop()
+
+
+def _forecast_restore(told: Forecast, trainer: Trainer) -> None:
+    path = trainer.run.path
+    if not checkpoint.available(path):
+        told.lines.append(f"{path} has no checkpoint yet: would begin at its start")
+        return
+    with told.check():
+        state = checkpoint.latest(path, told.lines.append)
+        try:
+            trainer._restore(state)  # `restore` would go on to write in the folder
+        except (KeyError, RuntimeError, ValueError) as problem:
+            raise checkpoint.CheckpointError(
+                f"the checkpoint of {path} does not fit its config.yaml: {problem}"
+            ) from problem
+        told.lines.append(
+            f"would go on in {path} from checkpoint step-{trainer.step:09d}.ckpt, "
+            f"at step {trainer.step} of {trainer.total}"
+        )
+
+
+# -- what they share -------------------------------------------------------------------------------
+
+
+def _table(folder: Path, config: Config, pretrain_steps: int, seeds: int) -> dict[Path, Config]:
+    """The runs of a comparison, in the order in which they are made."""
+    return {
+        folder / f"{name}{'-pretrained' if steps else ''}-seed{seed}": configs.replace(
+            config, gradient__name=name, pretrain_steps=steps, seed=seed
+        )
+        for seed in range(config.seed, config.seed + seeds)
+        for steps in sorted({0, pretrain_steps})
+        for name in GRADIENTS
+    }
+
+
+def _state(path: Path, wanted: Config | None) -> str:
+    """How far this run of a comparison is."""
+    if not (path / "config.yaml").is_file():
+        RunFolder.check_free(path)
+        return MISSING
+    run = RunFolder.open(path)
+    config = run.config()
+    if wanted is not None and config != wanted:
+        raise RunError(f"{path} was made with other settings; choose another --out")
+    return HALF if run.finished(config.epochs) is None else FINISHED
+
+
+def _finished(run: RunFolder, summary: dict[str, Any]) -> str:
+    return (
+        f"{run.path} is already finished: {summary['epochs']} epochs, test accuracy "
+        f"{summary['test_accuracy']:.2f} %; nothing is changed.  To train it for longer, raise "
+        f"epochs: `gdeq train --resume {run.path} epochs={2 * summary['epochs']}`"
+    )
+
+
+def _start(device: str, option: str = "device=") -> process.Process:
+    """`process.start`; where it fails, the advice is in terms of this command's own option."""
+    try:
+        return process.start(device)
+    except process.DeviceError as problem:
+        said = str(problem).replace("device=", option)
+        advice = f"{option}cpu"
+        raise process.DeviceError(said if advice in said else f"{said}; use {advice}") from problem
 
 
 def _check_unchanged(before: Config, after: Config) -> None:

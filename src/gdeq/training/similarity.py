@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +13,20 @@ from torch.nn.functional import cross_entropy
 from gdeq.data import Batches
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured
 from gdeq.models.mdeq import MDEQ
-from gdeq.solvers import GMRES, Solver
+from gdeq.solvers import GMRES, Broyden, Solver
+from gdeq.training.config import Config
+from gdeq.training.loop import precision
+
+
+def exact(tol: float) -> Implicit:
+    """GMRES far below ``tol``: an ill-conditioned system makes more of what it leaves."""
+    return Implicit(GMRES(max_iter=300, tol=tol / 100), double_backward=False)
+
 
 METHODS: dict[str, Gradient] = {
+    # An exact backward pass from where the run's solver stops: what this one lacks was lost in the
+    # forward pass, by all of them.
+    "Implicit": exact(1e-4),
     "JFB": Measured(JFB()),
     "GDEQ": Measured(GDEQ()),
     "GDEQ refine 1": GDEQ(refine=1),
@@ -22,41 +34,75 @@ METHODS: dict[str, Gradient] = {
     "GDEQ refine 4": GDEQ(refine=4),
     "NPG": NPG(steps=5, damping=0.5),
 }
-EXACT = Implicit(GMRES(max_iter=100, tol=1e-6), double_backward=False)
+# The exact gradient is that of the equilibrium itself, not of where the run's solver stops.
+EQUILIBRIUM = Broyden(max_iter=100, tol=1e-6)
+# Without TF32 or bf16: compared are the methods, not the arithmetic they were trained in.
+FULL = Config(precision="float32")
+
+
+@dataclass(frozen=True)
+class Found:
+    """One gradient, and how well the two solves behind it went: the worst sample of each."""
+
+    gradient: Tensor
+    forward_residual: float
+    backward_residual: Tensor  # (batch,)
+    vjps: int
+
+
+def solver_for(method: Gradient, solver: Solver) -> Solver:
+    """The run's own solver; for GDEQ, which reuses Broyden's inverse, Broyden with its limits."""
+    if solver.keeps_inverse or not method.uses_inverse:
+        return solver
+    return Broyden(max_iter=solver.max_iter, tol=solver.tol)
 
 
 def similarity(
-    model: MDEQ, batches: Batches, solver: Solver, count: int, epoch: int
+    model: MDEQ, batches: Batches, solver: Solver, count: int, epoch: int, exact_tol: float = 1e-4
 ) -> Iterator[dict[str, Any]]:
     """One record for each method and mini-batch.
 
-    Compared are the gradients of what lies at and before the equilibrium (cell and stem); those of
-    the head are the same for all.  Dropout is off, so that all see one function.
+    Compared is the gradient that each method gives in training, with the run's solver, with the
+    exact one at the equilibrium, solved as tightly as float32 allows.  Of the parameters, those at
+    and before the equilibrium count (cell and stem); the head's are no matter of the method.
+    Dropout is off, so that all see one function.
     """
     model.eval()
     for index, (images, labels) in batches.epoch(epoch):
         if index >= count:
             return
-        exact, record = _gradient(model, solver, EXACT, images, labels)
-        exact_residual = record.residual.max().item()
-        size = exact.norm()
-        for name, method in METHODS.items():
-            found, record = _gradient(model, solver, method, images, labels)
-            yield {
-                "epoch": epoch,
-                "batch": index,
-                "method": name,
-                "vjps": record.vjps,
-                "cosine": (found @ exact / (found.norm() * size)).item(),
-                "relative_error": ((found - exact).norm() / size).item(),
-                "adjoint_residual": record.residual.median().item(),
-                "exact_residual": exact_residual,
-            }
+        # Closed before a record is handed out: the caller's arithmetic is not ours to change.
+        with precision(FULL, images.device):
+            records = list(_compare(model, solver, exact_tol, images, labels))
+        for record in records:
+            yield {"epoch": epoch, "batch": index, **record}
+
+
+def _compare(
+    model: MDEQ, solver: Solver, exact_tol: float, images: Tensor, labels: Tensor
+) -> Iterator[dict[str, Any]]:
+    truth = _gradient(model, EQUILIBRIUM, exact(exact_tol), images, labels)
+    size = truth.gradient.norm()
+    for name, method in METHODS.items():
+        own = solver_for(method, solver)
+        found = _gradient(model, own, method, images, labels)
+        product = found.gradient @ truth.gradient
+        yield {
+            "method": name,
+            "solver": type(own).__name__,
+            "vjps": found.vjps,
+            "cosine": (product / (found.gradient.norm() * size)).item(),
+            "relative_error": ((found.gradient - truth.gradient).norm() / size).item(),
+            "forward_residual": found.forward_residual,
+            "adjoint_residual": found.backward_residual.median().item(),
+            "exact_forward_residual": truth.forward_residual,
+            "exact_residual": truth.backward_residual.max().item(),
+        }
 
 
 def _gradient(
     model: MDEQ, solver: Solver, method: Gradient, images: Tensor, labels: Tensor
-) -> tuple[Tensor, Any]:
+) -> Found:
     model.deq.solver, model.deq.gradient = solver, method
     loss = cross_entropy(model(images), labels)
     model.zero_grad(set_to_none=True)
@@ -64,5 +110,12 @@ def _gradient(
     parts = [*model.deq.parameters(), *model.stem.parameters()]
     flat = torch.cat([p.grad.double().flatten() for p in parts if p.grad is not None])
     model.zero_grad(set_to_none=True)
-    assert model.deq.solution is not None
-    return flat, model.deq.solution.record
+    solution = model.deq.solution
+    assert solution is not None
+    assert solution.record.residual is not None
+    return Found(
+        flat,
+        solution.residual.max().item(),
+        solution.record.residual,
+        solution.record.vjps,
+    )
