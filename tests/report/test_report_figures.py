@@ -1,5 +1,8 @@
 """What is plotted, before it is drawn."""
 
+import json
+
+import pytest
 from report_runs import make_run
 
 from gdeq.report.figures import floor, make_figures, thinned
@@ -32,6 +35,33 @@ def test_figures_without_data_are_left_out(tmp_path):
     assert names == {"accuracy_time", "accuracy_epochs", "residual", "solver_steps"}
     (path / "metrics.jsonl").write_text("")
     assert make_figures(make_rows(read_runs([path]))) == []
+
+
+@pytest.mark.parametrize("unmeasured", ["null", "0.0", "NaN"])  # 0.0: as older logs have it
+def test_a_line_breaks_off_where_nothing_was_measured(tmp_path, unmeasured):
+    path = make_run(tmp_path / "a", "implicit", until=1)
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    texts = []
+    for line in lines:  # steps 2, 4, ... 22
+        hole = line["kind"] == "step" and line["step"] in (2, 10, 12)
+        text = json.dumps(line | {"backward_residual": "HOLE"} if hole else line)
+        texts.append(text.replace('"HOLE"', unmeasured) + "\n")
+    (path / "metrics.jsonl").write_text("".join(texts))
+    figures = {f.name: f for f in make_figures(make_rows(read_runs([path])))}
+    pieces = [[x for x, _ in line.points] for line in figures["backward_residual"].marks]
+    assert pieces == [[4, 6, 8], [14, 16, 18, 20, 22]]
+    assert len(figures["backward_residual"].labels) == 1
+    assert len(figures["residual"].marks) == 1
+
+
+@pytest.mark.parametrize("unmeasured", ["null", "0.0"])
+def test_what_was_never_measured_has_no_figure(tmp_path, unmeasured):
+    path = make_run(tmp_path / "a", "jfb", until=2)
+    text = (path / "metrics.jsonl").read_text()
+    old, new = '"backward_residual": null', f'"backward_residual": {unmeasured}'
+    assert old in text
+    (path / "metrics.jsonl").write_text(text.replace(old, new))
+    assert "backward_residual" not in {f.name for f in make_figures(make_rows(read_runs([path])))}
 
 
 def test_similarities_of_two_runs_are_not_pooled(tmp_path):

@@ -51,6 +51,51 @@ def test_a_damaged_newest_falls_back_and_says_so(stopped, reference, few_images,
     assert f"warning: {newest.name}" in said
     assert f"going back to {before.name}" in said
     assert_same_run(stopped, reference)
+    aside = f"{newest.name}.damaged"
+    assert f"the damaged checkpoint is now {aside}" in said
+    assert (stopped / "checkpoints" / aside).is_file()
+    assert checkpoint.read(newest)["step"] == 2 * PER_EPOCH  # made again
+
+
+def test_a_damaged_one_is_not_the_last_good_one(stopped, few_images, gdeq, monkeypatch):
+    before, newest = checkpoints(stopped)
+    cut(newest)
+    real = loop.cross_entropy
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "cross_entropy", lambda *a, **k: real(*a, **k) * float("nan"))
+        code, said = gdeq("train", "--resume", stopped)
+    assert code == 1
+    assert f"the last good checkpoint is {before.name}" in said
+    assert checkpoints(stopped) == [before]
+
+
+def test_a_damaged_one_takes_no_place_of_a_good_one(tmp_path):
+    for step in (1, 2, 8):
+        checkpoint.save(tmp_path, step, {"step": step})
+    newest = checkpoints(tmp_path)[-1]
+    cut(newest)
+    (renamed,) = checkpoint.set_aside(tmp_path, newer_than=2)
+    assert renamed.name == f"{newest.name}.damaged"
+    for step in (3, 4):
+        checkpoint.save(tmp_path, step, {"step": step})
+    assert [checkpoint.read(p)["step"] for p in checkpoints(tmp_path)] == [3, 4]
+    assert checkpoint.set_aside(tmp_path, newer_than=0) == []  # these are whole
+    assert len(checkpoints(tmp_path)) == 2
+
+
+def test_a_checkpoint_without_the_count_of_what_was_measured(stopped, reference, few_images, gdeq):
+    """From before there was one: its epoch's means are those of the rest of the epoch."""
+    before, newest = checkpoints(stopped)
+    newest.unlink()
+    state = checkpoint.read(before)
+    state.update({name: state[name][:-1] for name in ("sums", "logged_sums")})
+    checkpoint.save(stopped, state["step"], state)
+    code, said = gdeq("train", "--resume", stopped)
+    assert code == 0, said
+    found, expected = (training_runs.metrics(run)[-2:] for run in (stopped, reference))
+    assert found[0] == expected[0]
+    assert found[1]["train_loss"] == found[0]["loss"]
+    assert found[1]["test_loss"] == expected[1]["test_loss"]
 
 
 def test_all_damaged(stopped, few_images, gdeq):
@@ -60,6 +105,7 @@ def test_all_damaged(stopped, few_images, gdeq):
     code, said = gdeq("train", "--resume", stopped)
     assert code == 1
     assert f"error: no checkpoint in {stopped} is whole" in said
+    assert len(checkpoints(stopped)) == 2
     assert all(f"{p.name} is damaged or cut short" in said for p in checkpoints(stopped))
     assert "Start again" in said
     assert (stopped / "metrics.jsonl").read_bytes() == metrics  # nothing was thrown away

@@ -9,10 +9,11 @@ import sys
 import time
 
 import pytest
+import torch
 import training_runs
 from training_runs import PER_EPOCH, RICH, assert_same_run, steps_seen, wait_until
 
-from gdeq.training import checkpoint, folder, loop, runs
+from gdeq.training import checkpoint, folder, lock, loop, process, progress, runs, stopping
 from gdeq.training import config as configs
 
 LONG = [*RICH, "epochs=8"]
@@ -150,6 +151,96 @@ def test_the_step_under_way_is_the_last(
         gdeq("train", "--resume", run)
     assert_same_run(run, reference)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def stops_at_once(number):
+    try:
+        os.kill(os.getpid(), number)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def test_a_second_signal_stops_at_once():
+    with stopping.StopRequest() as stop:
+        assert not stops_at_once(signal.SIGTERM)
+        assert stop.caught == signal.SIGTERM
+        assert stops_at_once(signal.SIGINT)
+    assert stop.caught == signal.SIGTERM
+
+
+def test_an_echo_of_the_signal_does_not_cost_the_save(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now[0])
+    with stopping.StopRequest(patience=20.0) as stop:
+        for second in (0.0, 0.1, 5.0, 19.9):
+            now[0] = 1000.0 + second
+            assert not stops_at_once(signal.SIGINT)
+        assert stop.caught == signal.SIGINT
+        now[0] = 1020.1
+        assert stops_at_once(signal.SIGINT)
+
+
+@pytest.mark.parametrize(("processes", "patience"), [(1, 0.0), (2, 20.0)])
+def test_several_processes_expect_an_echo(tmp_path, few_images, monkeypatch, processes, patience):
+    monkeypatch.setattr(loop, "DistributedDataParallel", lambda model, device_ids: model)
+    me = process.Process(torch.device("cpu"), 0, processes)
+    config = configs.load("digits", RICH)
+    made = loop.Trainer(config, folder.RunFolder(tmp_path), me, progress.Silent(), None)
+    assert made.stop.patience == patience
+
+
+# -- two at a time in one folder -------------------------------------------------------------------
+
+
+def test_a_run_that_is_being_trained_is_left_alone(
+    tmp_path, zygote, few_images, gdeq, long_reference
+):
+    run, log = tmp_path / "run", tmp_path / "log"
+    child = zygote.start(log, "train", *LONG, "--run", run)
+    assert wait_until(lambda: steps_seen(run) >= 2, child)
+    child.kill(signal.SIGSTOP)
+    before = {p.name: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    code, said = gdeq("train", "--resume", run)
+    assert code == 1, said
+    assert f"{run} is being trained already, by process {child.pid} on " in said
+    assert "wait until it ends, or stop it" in said
+    assert f"gdeq train --resume {run}" in said
+    assert {p.name: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+    child.kill(signal.SIGKILL)  # the lock goes with its holder
+    assert child.wait() == -signal.SIGKILL
+    code, said = gdeq("train", "--resume", run)
+    assert code == 0, said
+    assert_same_run(run, long_reference)
+
+
+def test_the_lock_is_free_after_the_end_and_after_a_failure(tmp_path, few_images, monkeypatch):
+    config = configs.load("digits", [*RICH, "epochs=1"])
+    runs.train(tmp_path / "run", config)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "_restore", lambda self, state: state["nothing"])
+        with pytest.raises(checkpoint.CheckpointError) as failure:
+            runs.resume(tmp_path / "run", overrides=["epochs=2"])
+    assert lock.RunLock().take(tmp_path / "run") is None
+    del failure
+
+
+def test_one_lock_at_a_time(tmp_path):
+    first, second = lock.RunLock(), lock.RunLock()
+    assert first.take(tmp_path) is None
+    assert first.take(tmp_path) is None  # it has it already
+    assert second.take(tmp_path).startswith(f"{os.getpid()} on ")
+    first.release()
+    assert second.take(tmp_path) is None
+    second.release()
+
+
+def test_where_there_are_no_locks_there_is_none(tmp_path, monkeypatch):
+    assert lock.RunLock().take(tmp_path / "missing") is None  # nor a folder
+    monkeypatch.setattr(lock, "fcntl", None)
+    first, second = lock.RunLock(), lock.RunLock()
+    assert first.take(tmp_path) is second.take(tmp_path) is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_program_itself(tmp_path, gdeq):

@@ -1,4 +1,4 @@
-"""bf16 training uses the weights of now."""
+"""bf16 training uses the weights of now, and says what it may cost on a CPU."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from training_runs import TINY
 from gdeq.training import config as configs
 from gdeq.training import loop, process, progress
 from gdeq.training.folder import RunFolder
+from gdeq.training.precision import caution
 
 
 @pytest.mark.parametrize("pretrain", [0, 10])
@@ -36,3 +37,21 @@ def test_a_step_sees_the_weights_that_the_last_one_left(few_images, tmp_path, pr
     with loop.precision(config, me.device):
         fresh = again.model.train()(images).detach().float()
     torch.testing.assert_close(seen[0], fresh, rtol=1e-3, atol=1e-3)
+
+
+def test_bf16_on_a_cpu_is_told_before_the_first_step(few_images, tmp_path, gdeq):
+    settings = [*TINY, "epochs=1"]
+    code, said = gdeq("train", *settings, "precision=bf16", "--run", tmp_path / "bf16")
+    assert code == 0, said
+    assert said.count("warning: bf16 on a CPU is slow") == 1
+    assert said.index("bf16 on a CPU") < said.index("step 1/")
+    assert "precision=float32 is the safe choice" in said
+    code, said = gdeq("train", *settings, "--run", tmp_path / "float32")
+    assert code == 0, said
+    assert "on a CPU" not in said
+
+
+def test_bf16_on_a_gpu_needs_no_word():
+    config = configs.load("digits", [*TINY, "precision=bf16"])
+    assert caution(config, torch.device("cuda")) is None
+    assert "float32" in caution(config, torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,9 @@ import pytest
 import torch
 from training_runs import PER_EPOCH, RICH, TINY, checkpoints, metrics, steps_seen, wait_until
 
-from gdeq.training import checkpoint
+from gdeq import data as datasets
+from gdeq.training import building, checkpoint, process
+from gdeq.training import config as configs
 
 # float32 sums in another order, through a few updates; a small difference feels it more.
 CURVE = {"loss": 1e-5, "train_loss": 1e-5, "test_loss": 1e-5, "residual": 1e-3}
@@ -114,6 +117,72 @@ def test_stopped_by_a_signal_and_resumed(tmp_path, zygote):
     children = start_all(zygote, tmp_path, 2, "train", "--resume", runs[1])
     assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
     assert metrics(runs[1]) == metrics(runs[0])
+
+
+@pytest.fixture(scope="module")
+def rich_pair(tmp_path_factory, zygote):
+    """Two processes, a checkpoint at every step: the last two are those of steps 5 and 6."""
+    folder = tmp_path_factory.mktemp("pair")
+    children = start_all(zygote, folder, 2, "train", *RICH, "--run", folder / "run")
+    assert [c.wait() for c in children] == [0, 0], (folder / "log0").read_text()
+    return folder / "run"
+
+
+def in_the_middle(run, place):
+    """A copy that will resume in the middle of the second epoch: its newest is damaged."""
+    shutil.copytree(run, place)
+    (place / "summary.json").unlink()
+    newest = checkpoints(place)[-1]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    return newest
+
+
+def test_resumed_in_the_middle_of_an_epoch(tmp_path, zygote, rich_pair):
+    """The epoch's means are those of all processes, and the first one alone sets files aside."""
+    newest = in_the_middle(rich_pair, tmp_path / "run")
+    children = start_all(zygote, tmp_path, 2, "train", "--resume", tmp_path / "run")
+    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+    assert metrics(tmp_path / "run") == metrics(rich_pair)
+    said = (tmp_path / "log0").read_text()
+    assert f"warning: {newest.name} is damaged" in said
+    assert f"the damaged checkpoint is now {newest.name}.damaged" in said
+    assert (tmp_path / "log1").read_text() == ""
+    assert newest.with_name(f"{newest.name}.damaged").is_file()
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_resumed_by_another_number_of_processes(tmp_path, zygote, rich_pair, processes):
+    in_the_middle(rich_pair, tmp_path / "run")
+    children = start_all(zygote, tmp_path, processes, "train", "--resume", tmp_path / "run")
+    assert [c.wait() for c in children] == [0] * processes, (tmp_path / "log0").read_text()
+    found, expected = metrics(tmp_path / "run"), metrics(rich_pair)
+    *steps, epoch = found[PER_EPOCH + 1 :]
+    assert found[:-2] == expected[:-2]
+    # The last step has dropout masks of its own; the mean is still one of all three steps.
+    assert epoch["train_loss"] == pytest.approx(sum(r["loss"] for r in steps) / PER_EPOCH)
+
+
+def test_a_batch_norm_over_several_processes(tmp_path, zygote):
+    settings = [*TINY, "model.outer_norm=batch"]
+    children = start_all(zygote, tmp_path, 2, "train", *settings, "--run", tmp_path / "r")
+    assert [c.wait() for c in children] == [1, 1]
+    said = (tmp_path / "log0").read_text().replace("\n", " ")
+    assert "error: model.outer_norm=batch takes statistics over the whole batch" in said
+    assert "use model.outer_norm=group, or a single process" in said
+    assert not Path(tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(("norm", "processes"), [("batch", 2), ("batch", 1), ("group", 2)])
+def test_batch_norms_on_several_gpus_share_their_statistics(few_images, norm, processes):
+    config = configs.load("digits", [*TINY, f"model.outer_norm={norm}"])
+    model = building.build_model(config, datasets.load("digits"))
+    names = list(model.state_dict())
+    me = process.Process(torch.device("cuda", 0), 0, processes)
+    shared = building.share_batch_statistics(model, config, me)
+    kinds = {type(m) for m in shared.modules()}
+    assert (torch.nn.SyncBatchNorm in kinds) is (norm == "batch" and processes == 2)
+    assert (torch.nn.BatchNorm2d in kinds) is (norm == "batch" and processes == 1)
+    assert list(shared.state_dict()) == names
 
 
 def test_a_batch_that_cannot_be_shared(tmp_path, zygote):

@@ -8,14 +8,15 @@ from itertools import pairwise
 import pytest
 import torch
 import training_runs
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn.functional import cross_entropy
 from training_runs import PER_EPOCH, TINY
 
 from gdeq.gradients import GDEQ, Unrolled
-from gdeq.regularize import hold, jacobian_penalty, spectral_radius
+from gdeq.regularize import VariationalDropout, hold, jacobian_penalty, spectral_radius
 from gdeq.solvers import Broyden
 from gdeq.training import config as configs
-from gdeq.training import loop, process, progress, runs
+from gdeq.training import loop, optimization, process, progress, records, runs
 from gdeq.training.folder import RunFolder
 
 CPU = process.Process(torch.device("cpu"))
@@ -118,19 +119,115 @@ def test_gradients_are_clipped(trainer):
 def test_averaged_weights(trainer):
     made = trainer("ema=0.4")
     expected = flat(made.model)
-    start = flat(made.averaged)
+    start = flat(made.average.model)
     assert torch.equal(start, expected)
     for number, batch in enumerate(batches(made), start=1):
         made.one_step(*batch)
         decay = min(0.4, (1 + number) / (10 + number))
         expected = decay * expected + (1 - decay) * flat(made.model)
-        torch.testing.assert_close(flat(made.averaged), expected)
-    assert not torch.equal(flat(made.averaged), flat(made.model))
+        torch.testing.assert_close(flat(made.average.model), expected)
+    assert not torch.equal(flat(made.average.model), flat(made.model))
     # They are what is evaluated, and what is written.
     by_average = made.evaluate()
-    made.model.load_state_dict(made.averaged.state_dict())
-    made.averaged = None
+    made.model.load_state_dict(made.average.model.state_dict())
+    made.average = None
     assert made.evaluate() == by_average
+
+
+def test_averaged_statistics_of_a_batch_norm(trainer):
+    made = trainer("ema=0.4", "model.outer_norm=batch")
+    norm, kept = (m.stem[1] for m in (made.model, made.average.model))
+    assert isinstance(norm, torch.nn.BatchNorm2d)
+    expected = kept.running_var.clone()
+    for number, batch in enumerate(batches(made), start=1):
+        made.one_step(*batch)
+        decay = min(0.4, (1 + number) / (10 + number))
+        expected = decay * expected + (1 - decay) * norm.running_var
+        torch.testing.assert_close(kept.running_var, expected)
+        assert kept.num_batches_tracked == norm.num_batches_tracked == number  # a whole number
+    assert not torch.allclose(kept.running_var, norm.running_var, rtol=1e-4)
+
+
+def test_average_whose_share_is_a_tensor(trainer):
+    """As it is on a GPU."""
+    found = []
+    for share in (0.0, torch.zeros(())):
+        made = trainer("ema=0.4", "model.outer_norm=batch")
+        made.average.share = share
+        for batch in batches(made):
+            made.one_step(*batch)
+        assert type(made.average.share) is type(share)
+        found.append(made.average.model.state_dict())
+    assert share.item() == pytest.approx(1 - 4 / 13)
+    torch.testing.assert_close(*found)
+
+
+# -- tensors that a recorded step finds again ------------------------------------------------------
+
+
+def test_sums_stay_in_one_tensor(trainer):
+    made = trainer("epochs=3")
+    values, marked = made.sums.values, made.sums.marked
+    made.fit()  # through the ends of epochs
+    other = trainer()
+    other.one_step(*batches(other)[0])
+    made.restore(other.state())
+    assert made.sums.values is values
+    assert made.sums.marked is marked
+    assert torch.equal(values, other.sums.values)
+    assert values[0] == training_runs.BATCH
+
+
+def test_nothing_of_the_process_group_outlives_the_training(trainer):
+    made = trainer("epochs=1")
+    made.wrapped = torch.nn.Sequential(made.model)  # in the place of DistributedDataParallel
+    made.fit()
+    assert made.wrapped is made.model
+
+
+def test_rate_that_is_a_tensor():
+    """As it is on a GPU: written in place, and kept through a restore."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    rate = torch.tensor(0.5)
+    made = torch.optim.SGD([{"params": [weight], "lr": rate}], momentum=0.9)
+    optimization.set_rate(made, 0.25)
+    weight.grad = torch.ones(3)
+    made.step()
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.75))
+    optimization.restore_moments(made, copy.deepcopy(made.state_dict()))
+    optimization.set_rate(made, 0.125)
+    assert made.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.125
+    assert made.state[weight]["momentum_buffer"].tolist() == [1.0] * 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_an_update_on_a_gpu_asks_the_host_nothing(tmp_path, name):
+    config = configs.load("digits", [*TINY, "device=cuda", f"optimizer={name}", "ema=0.9"])
+    gpu = process.Process(torch.device("cuda", 0))
+    made = loop.Trainer(config, RunFolder(tmp_path), gpu, progress.Silent(), None)
+    _, (images, labels) = next(made.train_batches.epoch(0))
+    made.one_step(images, labels)
+    rates = [group["lr"] for group in made.optimizer.param_groups]
+    assert len({rate.data_ptr() for rate in rates}) == 2
+    assert all(rate.is_cuda for rate in rates)
+    assert made.average.share.is_cuda
+    logits = torch.zeros(len(labels), 10, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made._prepare(1)
+        torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1.0)
+        made.optimizer.step()
+        made.sums.add(logits, labels, logits.sum(), made.model)
+        made.average.update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert rates[0].item() == pytest.approx(loop.learning_rate(config, 1, made.total))
+    made.restore(made.state())
+    assert [group["lr"] for group in made.optimizer.param_groups] == rates
+    made.one_step(images, labels)
+    assert math.isfinite(made.sums.read(gpu)["loss"])
 
 
 def test_first_unrolled_then_in_equilibrium(trainer):
@@ -180,6 +277,50 @@ def test_jacobian_penalty_is_in_the_objective(trainer):
     made.one_step(images, labels)
 
 
+def test_jacobian_penalty_is_on_the_f_that_was_solved(trainer, monkeypatch):
+    """One injection, one mask for each dropout: the forward pass and the penalty share them."""
+    made = trainer("jacobian_weight=1", "jacobian_every=1", "model.dropout=0.5")
+    masks, injections, seen = [], [], []
+    draw, penalty = VariationalDropout._draw, loop.jacobian_penalty
+
+    def counted(*args):
+        masks.append(draw(*args))
+        return masks[-1]
+
+    def watched(f, z):
+        # At the solver's z its f has the solver's residual, and another f would not.
+        with torch.no_grad():
+            fz, z_flat = (torch.cat([t.flatten(1) for t in parts], 1) for parts in (f(z), z))
+        size = torch.maximum(fz.norm(dim=1), z_flat.norm(dim=1))
+        seen.append(((fz - z_flat).norm(dim=1) / size, made.model.deq.solution.residual))
+        return penalty(f, z)
+
+    monkeypatch.setattr(VariationalDropout, "_draw", counted)
+    monkeypatch.setattr(loop, "jacobian_penalty", watched)
+    made.model.stem.register_forward_hook(lambda *_: injections.append(1))
+    made.one_step(*batches(made)[0])
+    assert len(injections) == 1
+    assert len(masks) == sum(isinstance(m, VariationalDropout) for m in made.model.modules())
+    ((found, expected),) = seen
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    made.one_step(*batches(made)[1])
+    assert not torch.equal(masks[0], masks[len(masks) // 2])  # but each step has its own
+
+
+def test_no_jacobian_penalty_in_pretraining(trainer, monkeypatch):
+    made = trainer("jacobian_weight=1", "jacobian_every=1", "pretrain_steps=2")
+    real, at = loop.jacobian_penalty, []
+
+    def noted(*args):
+        at.append(made.step)
+        return real(*args)
+
+    monkeypatch.setattr(loop, "jacobian_penalty", noted)
+    for batch in batches(made):
+        made.one_step(*batch)
+    assert at == [2]
+
+
 def test_jacobian_penalty_holds_the_spectral_radius_down(trainer):
     def radius(weight):
         made = trainer(f"jacobian_weight={weight}", "jacobian_every=1", "optimizer.lr=1e-2")
@@ -205,8 +346,8 @@ def test_summary(tmp_path, few_images):
     told = runs.train(tmp_path / "run", config)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert told == summary
-    records = training_runs.metrics(tmp_path / "run", timing=True)
-    epochs = [r for r in records if r["kind"] == "epoch"]
+    lines = training_runs.metrics(tmp_path / "run", timing=True)
+    epochs = [r for r in lines if r["kind"] == "epoch"]
     assert [r["epoch"] for r in epochs] == [1, 2]
     right = summary["test_accuracy"] / 100 * training_runs.TEST_IMAGES
     assert right == pytest.approx(round(right))  # per cent of whole images
@@ -214,13 +355,91 @@ def test_summary(tmp_path, few_images):
     assert (summary["epochs"], summary["seed"], summary["gradient"]) == (2, 3, "jfb")
     assert summary["pretrain"] is True
     assert summary["steps"] == 2 * PER_EPOCH
-    times = sorted(r["ms"] for r in records if r["kind"] == "step")
-    assert summary["ms_per_step"] in times
+    times = sorted(r["ms"] for r in lines if r["kind"] == "step" and r["step"] > 1)
+    assert summary["ms_per_step"] == times[len(times) // 2]  # without the one of pre-training
     assert summary["train_seconds"] == epochs[-1]["seconds"] > 0
     assert summary["device"].startswith("CPU")
     assert list((tmp_path / "run").glob("events.out.tfevents*"))
-    losses = [r["loss"] for r in records if r["kind"] == "step"]
+    losses = [r["loss"] for r in lines if r["kind"] == "step"]
     assert epochs[0]["train_loss"] == pytest.approx(sum(losses[:PER_EPOCH]) / PER_EPOCH)
+
+
+def test_milliseconds_are_those_after_pretraining():
+    config = configs.load("digits", [*TINY, "batch_size=4", "pretrain_steps=5"])
+
+    def line(step, steps, ms):
+        return {"kind": "step", "step": step, "samples": 4 * steps, "ms": ms}
+
+    unrolled = [line(2, 2, 1.0), line(4, 2, 1.0), line(6, 2, 2.0)]  # the last one: half of it
+    solved = [line(7, 1, 9.0), line(9, 2, 7.0), line(11, 2, 8.0)]
+    epoch = {"kind": "epoch", "step": 11}
+    assert records.ms_per_step([*unrolled, epoch, *solved], config) == 8.0
+    assert records.ms_per_step(unrolled, config) == 1.0  # there is nothing else
+    assert records.ms_per_step([epoch], config) is None
+
+
+@pytest.mark.parametrize("gradient", ["gradient=jfb", "gradient=gdeq"])
+def test_a_backward_residual_that_is_not_measured_is_null(tmp_path, few_images, gradient):
+    runs.train(tmp_path / "run", configs.load("digits", [*TINY, "epochs=1", gradient]))
+    lines = training_runs.metrics(tmp_path / "run")
+    assert len(lines) == PER_EPOCH + 1
+    assert all(line["backward_residual"] is None for line in lines)
+    told = EventAccumulator(str(tmp_path / "run")).Reload().Tags()["scalars"]
+    assert {"step/residual", "epoch/residual"} <= set(told)
+    assert not [name for name in told if "backward" in name]
+
+
+def test_a_backward_residual_is_the_mean_of_what_was_measured(tmp_path, few_images):
+    """The first step is unrolled: it does not count as an exact one, nor spoil the rest."""
+    settings = [*TINY, "epochs=1", "gradient.refine=1", "pretrain_steps=1"]
+    runs.train(tmp_path / "run", configs.load("digits", settings))
+    *steps, epoch = (line["backward_residual"] for line in training_runs.metrics(tmp_path / "run"))
+    assert steps[0] is None
+    assert all(value > 0 for value in steps[1:])
+    assert epoch == pytest.approx(sum(steps[1:]) / (PER_EPOCH - 1))
+    told = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert len(told.Scalars("step/backward_residual")) == PER_EPOCH - 1
+
+
+# -- a solver that no longer converges -------------------------------------------------------------
+
+
+class Heard(progress.Silent):
+    def __init__(self):
+        self.texts = []
+
+    def say(self, text):
+        self.texts.append(text)
+
+
+def warned(trainer, residuals, *settings, samples=training_runs.BATCH):
+    """The steps at which it warns, when each line of the log tells this mean residual."""
+    made = trainer(*settings)
+    made.progress = Heard()
+    told = []
+    for made.step, residual in enumerate(residuals, start=1):
+        epoch = (made.step - 1) // PER_EPOCH
+        made._log(epoch, {"loss": 1.0, "residual": residual, "samples": samples})
+        told += [made.step] * len(made.progress.texts)
+        made.progress.texts.clear()
+    return told
+
+
+def test_a_solver_that_does_not_converge_is_told_once_an_epoch(trainer):
+    assert warned(trainer, [0.09] * 3) == []
+    assert warned(trainer, [0.2] * 9) == [1, 4, 7]
+    assert warned(trainer, [0.01, 0.2, 0.3, 0.01, 0.01, 0.11]) == [2, 6]
+    assert warned(trainer, [0.4] * 3, "solver.tol=5e-2") == []
+    assert warned(trainer, [0.6] * 3, "solver.tol=5e-2") == [1]
+
+
+def test_where_convergence_is_not_asked_for_nothing_is_said(trainer):
+    assert warned(trainer, [0.9] * 6, "solver.tol=0") == []
+    assert warned(trainer, [0.9] * 6, "gradient=unrolled") == []
+    assert warned(trainer, [0.9] * 6, "pretrain_steps=6") == []
+    assert warned(trainer, [0.9] * 6, "pretrain_steps=4") == [5]
+    # A line about three steps, of which one was unrolled, is left alone.
+    assert warned(trainer, [0.9] * 6, "pretrain_steps=1", samples=3 * training_runs.BATCH) == [4]
 
 
 def test_summary_of_a_run_shorter_than_a_log_window(tmp_path, few_images):

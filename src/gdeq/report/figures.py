@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from gdeq.report import formats
 from gdeq.report.rows import Row, curve
@@ -157,16 +157,23 @@ def _over_training(
     lines = []
     for row in rows:
         for run in row.runs:
-            pairs = ((number(r.get("step")), number(r.get(key))) for r in run.steps)
-            # A zero stands for "not measured", and has no place on a logarithmic axis.
-            points = [(s, v) for s, v in pairs if s is not None and v is not None and v > 0]
-            if points:
-                lines.append(Line(row.label, run, thinned(points)))
+            lines += [Line(row.label, run, thinned(points)) for points in _stretches(run, key)]
     if any(line.run.pretrained for line in lines):
         note += " The first steps of a dashed line are its pre-training, which unrolls f instead."
     return Figure(
         key, title, note, "training step", y, tuple(lines), log=log, columns=("step", key)
     )
+
+
+def _stretches(run: Run, key: str) -> Iterator[Points]:
+    """A run's values, broken off where none was measured: a line across would claim one.
+
+    In older logs a zero stands for that; and a logarithmic axis has no place for one.
+    """
+    pairs = [(number(r.get("step")), number(r.get(key))) for r in run.steps]
+    for measured, part in groupby(pairs, key=lambda pair: bool(pair[1] and pair[1] > 0)):
+        if measured:
+            yield [(s, v) for s, v in part if s is not None and v is not None]
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:

@@ -37,7 +37,7 @@ def available(run: Path) -> list[Path]:
 def save(run: Path, step: int, state: dict[str, Any]) -> Path:
     """Write ``state`` (tensors, numbers, text, lists, dicts) as the newest checkpoint."""
     folder = folder_of(run)
-    place = folder / f"step-{step:09d}.ckpt"
+    place = folder / f"{_name(step)}.ckpt"
     payload = io.BytesIO()
     torch.save(state, payload)
     data = payload.getbuffer()
@@ -110,6 +110,28 @@ def latest(run: Path, tell: Callable[[str], None] = print) -> dict[str, Any]:
         f"no checkpoint in {run} is whole: {'; '.join(problems)}.  Start again in another "
         "folder, or delete its checkpoints to begin this one anew"
     )
+
+
+def set_aside(run: Path, newer_than: int) -> list[Path]:
+    """Rename the damaged ones that were passed over for this step; returns their new names.
+
+    Left as they are they would count among the newest, and be named as the last good one.
+    """
+    renamed = []
+    for path in available(run):
+        if path.stem <= _name(newer_than):
+            break
+        try:
+            read(path)
+        except CheckpointError:
+            place = path.with_name(path.name + ".damaged")
+            with contextlib.suppress(OSError):
+                renamed.append(path.replace(place))
+    return renamed
+
+
+def _name(step: int) -> str:
+    return f"step-{step:09d}"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import json
 import math
@@ -19,119 +18,37 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from gdeq import data as datasets
-from gdeq.data import Augment, Batches, Dataset
 from gdeq.gradients import Unrolled
-from gdeq.models.mdeq import MDEQ, mdeq
+from gdeq.models.mdeq import MDEQ
 from gdeq.regularize import hold, jacobian_penalty
 from gdeq.training import checkpoint
-from gdeq.training.config import Config, ConfigError
-from gdeq.training.folder import RunFolder, device_name
+from gdeq.training.averaging import Average
+from gdeq.training.building import build_batches, build_model, share_batch_statistics
+from gdeq.training.config import Config
+from gdeq.training.convergence import ConvergenceWatch
+from gdeq.training.folder import RunError, RunFolder
+from gdeq.training.lock import RunLock
+from gdeq.training.metrics import Sums
+from gdeq.training.optimization import build_optimizer, learning_rate, restore_moments, set_rate
+from gdeq.training.precision import caution, precision
 from gdeq.training.process import Process
 from gdeq.training.progress import Silent
+from gdeq.training.randomness import random_state, restore_random_state
+from gdeq.training.records import Recorder, summary, unrolled_steps
+from gdeq.training.stopping import Interrupted, StopRequest
+
+__all__ = [
+    "Interrupted",
+    "Trainer",
+    "TrainingError",
+    "build_model",
+    "learning_rate",
+    "precision",
+]
 
 
 class TrainingError(RuntimeError):
     """The training cannot go on; the last good checkpoint is intact."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal came; the state was saved first."""
-
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.number = number
-
-
-def build_model(config: Config, dataset: Dataset) -> MDEQ:
-    torch.manual_seed(config.seed)
-    return mdeq(
-        config.model.size,
-        classes=len(dataset.classes),
-        image_shape=dataset.shape,
-        solver=config.solver.build(),
-        gradient=config.gradient.build(),
-        weight_norm=config.model.weight_norm,
-        dropout=config.model.dropout,
-        outer_norm=config.model.outer_norm,
-    )
-
-
-def learning_rate(config: Config, step: int, total: int) -> float:
-    """The rate of a step: a function of its number alone, so that nothing has to be resumed."""
-    choice = config.optimizer
-    rise = choice.warmup * total
-    if step < rise:
-        return choice.lr * (step + 1) / (rise + 1)
-    part = (step - rise) / max(1.0, total - rise)
-    if choice.schedule == "cosine":
-        return choice.lr * 0.5 * (1 + math.cos(math.pi * part))
-    if choice.schedule == "onecycle":
-        return choice.lr * (1 - part)
-    return choice.lr
-
-
-def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
-    choice = config.optimizer
-    named = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in named if p.dim() > 1], "weight_decay": choice.weight_decay},
-        {"params": [p for p in named if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    if choice.name == "adam":
-        return torch.optim.AdamW(groups, lr=choice.lr)
-    return torch.optim.SGD(
-        groups, lr=choice.lr, momentum=choice.momentum, nesterov=choice.momentum > 0
-    )
-
-
-@contextlib.contextmanager
-def precision(config: Config, device: torch.device) -> Iterator[None]:
-    """The arithmetic of f: TF32 or bf16 where asked; solvers stay in float32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest" if config.precision == "float32" else "high")
-    cudnn = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = config.precision != "float32"
-    try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-        torch.backends.cudnn.allow_tf32 = cudnn
-
-
-class Sums:
-    """Running sums on the device: reading them is the only time the loop waits for it."""
-
-    NAMES = ("samples", "loss", "correct", "residual", "solver_steps", "backward_residual")
-
-    def __init__(self, device: torch.device) -> None:
-        self.values = torch.zeros(len(self.NAMES), dtype=torch.float64, device=device)
-
-    def add(self, logits: Tensor, labels: Tensor, loss: Tensor, model: MDEQ) -> None:
-        count = len(labels)
-        solution = model.deq.solution
-        assert solution is not None
-        backward = solution.record.residual
-        self.values += torch.stack(
-            [
-                torch.full_like(loss, count, dtype=torch.float64),
-                loss.double() * count,
-                (logits.argmax(1) == labels).sum().double(),
-                solution.residual.double().sum(),
-                solution.steps.double().sum(),
-                torch.zeros_like(loss).double() if backward is None else backward.double().sum(),
-            ]
-        )
-
-    def read(self, process: Process, since: Tensor | None = None) -> dict[str, float]:
-        """Means per sample over all processes, since an earlier copy of ``values``."""
-        values = self.values if since is None else self.values - since
-        sums = process.sum(values.clone()).tolist()
-        count = max(1.0, sums[0])
-        means = {name: total / count for name, total in zip(self.NAMES, sums, strict=True)}
-        means["accuracy"] = 100 * means.pop("correct")
-        means["samples"] = sums[0]
-        return means
 
 
 class Trainer:
@@ -143,100 +60,84 @@ class Trainer:
         self.config, self.run, self.process, self.progress = config, run, process, progress
         device = process.device
         self.dataset = datasets.load(config.data, root, device)
-        self.model = build_model(config, self.dataset).to(device)
+        model = build_model(config, self.dataset).to(device)
+        self.model = share_batch_statistics(model, config, process)
         if process.rank:  # the same weights everywhere, but dropout masks of its own
             torch.manual_seed(config.seed + 1_000_003 * process.rank)
-        self.averaged = copy.deepcopy(self.model).requires_grad_(False) if config.ema else None
+        self.average = Average(self.model, config.ema) if config.ema else None
         self.wrapped: nn.Module = self.model
         if process.world_size > 1:
             ids = [device.index] if device.type == "cuda" else None
             self.wrapped = DistributedDataParallel(self.model, device_ids=ids)
         self.optimizer = build_optimizer(config, self.model)
-        try:
-            self.train_batches, self.test_batches = self._batches()
-        except ValueError as problem:
-            raise ConfigError(str(problem)) from problem
+        self.train_batches, self.test_batches = build_batches(config, self.dataset, process)
         self.total = config.epochs * len(self.train_batches)
         self.step = 0
+        self.penalised = False  # whether the step under way has the Jacobian penalty
         self.seconds = 0.0  # spent training, over all pieces of the run
         self.sums = Sums(device)  # of this epoch
-        self.logged_sums = self.sums.values.clone()  # as they were at the last log line
         self.saved_at = time.monotonic()
-        self.caught: int | None = None
-        self.writer: Any = None
+        self.stop = StopRequest(patience=20.0 if process.world_size > 1 else 0.0)
+        self.convergence = ConvergenceWatch(config)
+        self.run_lock = RunLock()
+        self.recorder: Recorder | None = None  # of the first process, while it trains
 
-    def _batches(self) -> tuple[Batches, Batches]:
-        config, dataset, processes = self.config, self.dataset, self.process.world_size
-        shared: dict[str, Any] = {
-            "mean": dataset.mean,
-            "std": dataset.std,
-            "rank": self.process.rank,
-            "world_size": processes,
-        }
-        augment = Augment(
-            crop=config.augment.crop, flip=config.augment.flip, cutout=config.augment.cutout
-        )
-        train = Batches(
-            dataset.train_x,
-            dataset.train_y,
-            config.batch_size,
-            seed=config.seed,
-            augment=augment,
-            **shared,
-        )
-        size = -(-max(256, config.batch_size) // processes) * processes
-        test = Batches(
-            dataset.test_x, dataset.test_y, size, shuffle=False, drop_last=False, **shared
-        )
-        return train, test
+    @property
+    def evaluated(self) -> MDEQ:
+        """The averaged weights where there are any."""
+        return self.model if self.average is None else self.average.model
 
     # -- state -----------------------------------------------------------------------------------
 
+    def lock(self) -> None:
+        """Keep others out of the run folder until `fit` ends.  All processes call it."""
+        holder = (self.run_lock.take(self.run.path) if self.process.first else None) or ""
+        holder = self.process.agree(holder)
+        if holder:
+            raise RunError(
+                f"{self.run.path} is being trained already, by process {holder}: wait until it "
+                f"ends, or stop it (SIGTERM saves first) and then `gdeq train --resume "
+                f"{self.run.path}`"
+            )
+
     def state(self) -> dict[str, Any]:
-        """All processes call it: each has a random state of its own."""
-        device, gather = self.process.device, self.process.gather
-        cuda = device.type == "cuda"
+        """All processes call it: each has a random state and sums of its own."""
         return {
             "step": self.step,
             "seconds": self.seconds,
-            "sums": self.sums.values,
-            "logged_sums": self.logged_sums,
+            **self.sums.state(self.process),
             "model": self.model.state_dict(),
-            "averaged": self.averaged.state_dict() if self.averaged else None,
+            "averaged": self.average.model.state_dict() if self.average else None,
             "optimizer": self.optimizer.state_dict(),
-            "rng": gather(torch.get_rng_state()),
-            "cuda_rng": gather(torch.cuda.get_rng_state(device)) if cuda else None,
+            **random_state(self.process),
             "metrics_size": self.run.size(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
+        """All processes call it, with the same state."""
+        self.lock()  # before anything in the folder is touched
         try:
             self._restore(state)
+            metrics_size = state["metrics_size"]
         except (KeyError, RuntimeError, ValueError) as problem:
+            self.run_lock.release()
             raise checkpoint.CheckpointError(
                 f"the checkpoint of {self.run.path} does not fit its config.yaml: {problem}"
             ) from problem
+        self.process.wait()  # until the last one has read the folder
         if self.process.first:
-            self.run.cut(state["metrics_size"])
+            for place in checkpoint.set_aside(self.run.path, newer_than=self.step):
+                self.progress.say(f"the damaged checkpoint is now {place.name}")
+            self.run.cut(metrics_size)
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.step, self.seconds = state["step"], state["seconds"]
-        self.sums.values = state["sums"].to(self.process.device)
-        self.logged_sums = state["logged_sums"].to(self.process.device)
+        self.sums.restore(state, self.process)
         self.model.load_state_dict(state["model"])
-        if self.averaged is not None:
-            self.averaged.load_state_dict(state["averaged"])
-        # Moments from the checkpoint, options from the configuration: they may have been changed.
-        options = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({**state["optimizer"], "param_groups": options})
-        rank, device = self.process.rank, self.process.device
-        rng = torch.atleast_2d(state["rng"])
-        if rank < len(rng):  # else there are more processes than before
-            torch.set_rng_state(rng[rank].clone())
-        if state["cuda_rng"] is not None and device.type == "cuda":
-            rng = torch.atleast_2d(state["cuda_rng"])
-            if rank < len(rng):
-                torch.cuda.set_rng_state(rng[rank].clone(), device)
+        if self.average is not None:
+            self.average.model.load_state_dict(state["averaged"])
+        restore_moments(self.optimizer, state["optimizer"])
+        restore_random_state(state, self.process)
 
     def save(self) -> None:
         self._check_finite(self.sums.read(self.process))
@@ -268,6 +169,7 @@ class Trainer:
 
     def fit(self) -> dict[str, Any]:
         try:
+            self.lock()
             return self._fit()
         except OSError as problem:
             full = " The disk is full: free some space." * (problem.errno == errno.ENOSPC)
@@ -277,19 +179,21 @@ class Trainer:
             ) from problem
         finally:
             self.progress.end()
-            if self.writer is not None:
-                with contextlib.suppress(OSError):
-                    self.writer.close()
+            if self.recorder is not None:
+                self.recorder.close()
+            self.run_lock.release()
+            # Or it outlives the group: its end would then wait, with Python's lock in hand, for a
+            # thread of the group that waits for that lock.
+            self.wrapped = self.model
 
     def _fit(self) -> dict[str, Any]:
-        config = self.config
+        config, device = self.config, self.process.device
         if self.process.first:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import  # noqa: PLC0415
-
-            self.writer = SummaryWriter(str(self.run.path), purge_step=self.step + 1)
+            self.recorder = Recorder(self.run, self.step)
         title = f"{config.data} {config.model.size} {config.gradient.name}"
         self.progress.begin(title, self.total, self.step)
-        with self._signals(), precision(config, self.process.device):
+        self._say(caution(config, device))
+        with self.stop, precision(config, device):
             self._epochs()
         return self._finish()
 
@@ -298,8 +202,7 @@ class Trainer:
         while self.step < self.total:
             epoch, index = divmod(self.step, per_epoch)
             if index == 0:
-                self.sums = Sums(self.process.device)
-                self._mark()
+                self.sums.clear()
             self._epoch(epoch, index)
             self._end_of_epoch(epoch)
 
@@ -313,17 +216,17 @@ class Trainer:
             saving = at + 1 < per_epoch and self._must_save()
             if not (logging or saving):
                 continue
-            figures = self.sums.read(self.process, since=self.logged_sums)  # waits for the device
+            figures = self.sums.read(self.process, since_mark=True)  # waits for the device
             spent = time.perf_counter() - watch
             self.seconds, window = self.seconds + spent, window + spent
             if logging:
                 figures["ms"] = 1e3 * window / max(1, self.step - counted)
                 window, counted = 0.0, self.step
                 self._log(epoch, figures)
-                self._mark()
+                self.sums.mark()
             if saving:
                 self.save()
-                if self.process.any(self.caught is not None):
+                if self.process.any(self.stop.caught is not None):
                     raise self._interrupted()
             watch = time.perf_counter()
         self.sums.read(self.process)
@@ -331,18 +234,22 @@ class Trainer:
 
     def _interrupted(self) -> Interrupted:
         return Interrupted(
-            self.caught or signal.SIGTERM,
+            self.stop.caught or signal.SIGTERM,
             f"stopped at step {self.step}; continue with `gdeq train --resume {self.run.path}`",
         )
-
-    def _mark(self) -> None:
-        self.logged_sums = self.sums.values.clone()
 
     def _must_save(self) -> bool:
         if self.process.world_size > 1 and self.step % self.config.log_every:
             return False  # asking the others costs a message: not at every step
         late = time.monotonic() - self.saved_at >= self.config.checkpoint_seconds
-        return self.process.any(self.caught is not None or late)
+        return self.process.any(self.stop.caught is not None or late)
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def one_step(self, images: Tensor, labels: Tensor) -> None:
+        self._prepare(self.step)
+        self._compute(images, labels)
+        self.step += 1
 
     def set_phase(self, step: int) -> None:
         """How the model is solved at this step: unrolled at first, then as configured."""
@@ -352,48 +259,49 @@ class Trainer:
         else:
             deq.solver, deq.gradient = config.solver.build(), config.gradient.build()
 
-    def one_step(self, images: Tensor, labels: Tensor) -> None:
-        config, model = self.config, self.model
+    def _prepare(self, step: int) -> None:
+        """All that depends on the number of the step; what is a number goes into its tensor."""
+        config = self.config
         torch.clear_autocast_cache()  # its half-precision copies are of the weights before a step
-        self.set_phase(self.step)
-        rate = learning_rate(config, self.step, self.total)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        model.train()
-        logits = self.wrapped(images)
-        loss = cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
-        objective = loss
-        if config.jacobian_weight and self.step % config.jacobian_every == 0:
-            objective = loss + config.jacobian_weight * self._jacobian_penalty(images)
+        self.set_phase(step)
+        # Unrolled, there is no equilibrium whose Jacobian could be held down.
+        solved = step >= config.pretrain_steps
+        self.penalised = solved and config.jacobian_weight > 0 and step % config.jacobian_every == 0
+        set_rate(self.optimizer, learning_rate(config, step, self.total))
+        if self.average is not None:
+            self.average.prepare(step)
+        self.model.train()
+
+    def _compute(self, images: Tensor, labels: Tensor) -> None:
+        """The step itself: reads and writes tensors that stay where they are, waits for nothing."""
+        config, model = self.config, self.model
+        # The penalty is on the f that was solved: with its dropout masks and its injection.
+        with hold(model.deq.cell), _outputs(model.stem) as injections:
+            logits = self.wrapped(images)
+            loss = cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
+            objective = loss
+            if self.penalised:
+                penalty = self._jacobian_penalty(*injections)
+                objective = loss + config.jacobian_weight * penalty
         self.optimizer.zero_grad(set_to_none=True)
         objective.backward()
         if config.optimizer.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
         self.optimizer.step()
-        self.step += 1
         self.sums.add(logits.detach(), labels, loss.detach(), model)
-        if self.averaged is not None:
-            self._average()
+        if self.average is not None:
+            self.average.update()
 
-    def _jacobian_penalty(self, images: Tensor) -> Tensor:
+    def _jacobian_penalty(self, injection: Tensor) -> Tensor:
         deq = self.model.deq
         assert deq.solution is not None
-        injection = self.model.stem(images)
-        with hold(deq.cell):
-            return jacobian_penalty(lambda z: deq.cell(z, injection), deq.solution.z)
-
-    def _average(self) -> None:
-        assert self.averaged is not None
-        # As if the average had begun with the first step, not with the random start.
-        decay = min(self.config.ema, (1 + self.step) / (10 + self.step))
-        with torch.no_grad():
-            torch._foreach_lerp_(
-                list(self.averaged.parameters()), list(self.model.parameters()), 1 - decay
-            )
-            for kept, current in zip(self.averaged.buffers(), self.model.buffers(), strict=True):
-                kept.copy_(current)
+        return jacobian_penalty(lambda z: deq.cell(z, injection), deq.solution.z)
 
     # -- what it tells ---------------------------------------------------------------------------
+
+    def _say(self, text: str | None) -> None:
+        if text is not None:
+            self.progress.say(text)
 
     def _log(self, epoch: int, figures: dict[str, float]) -> None:
         self._check_finite(figures)
@@ -401,21 +309,12 @@ class Trainer:
         record = {"kind": "step", "step": self.step, "epoch": epoch, **figures}
         record["lr"] = learning_rate(self.config, self.step - 1, self.total)
         self._write(record)
-        unsolved = figures["residual"] > max(0.3, 10 * self.config.solver.tol)
-        if unsolved and self.step > self.config.pretrain_steps:
-            self.progress.say(
-                f"warning: the solver no longer converges (mean residual {figures['residual']:.1e} "
-                f"at step {self.step}): raise solver.max_iter, or hold f down with "
-                "jacobian_weight=1 or a lower optimizer.lr"
-            )
+        if not unrolled_steps(record, self.config):
+            self._say(self.convergence.warning(epoch, self.step, figures["residual"]))
 
     def _write(self, record: dict[str, Any]) -> None:
-        if not self.process.first:
-            return
-        self.run.append(record)
-        for key, value in record.items():
-            if isinstance(value, float):
-                self.writer.add_scalar(f"{record['kind']}/{key}", value, self.step)
+        if self.recorder is not None:
+            self.recorder.write(record)
 
     def _end_of_epoch(self, epoch: int) -> None:
         train = self.sums.read(self.process)
@@ -442,7 +341,7 @@ class Trainer:
         if self.process.first and epoch + 1 in self.config.snapshots:
             self._write_weights(f"snapshots/epoch-{epoch + 1:03d}.safetensors")
         late = time.monotonic() - self.saved_at >= min(10.0, self.config.checkpoint_seconds)
-        stop = self.process.any(self.caught is not None)
+        stop = self.process.any(self.stop.caught is not None)
         if self.step == self.total or stop or self.process.any(late):
             self.save()
         if stop and self.step < self.total:
@@ -451,7 +350,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Loss and accuracy over the test set, by the averaged weights where there are any."""
-        model = self.averaged if self.averaged is not None else self.model
+        model = self.evaluated
         torch.clear_autocast_cache()
         model.eval()
         model.deq.solver, model.deq.gradient = self.model.deq.solver, self.model.deq.gradient
@@ -459,55 +358,36 @@ class Trainer:
         for _, (images, labels) in self.test_batches.epoch():
             logits = model(images)
             sums.add(logits, labels, cross_entropy(logits.float(), labels), model)
-        return sums.read(self.process)
+        found = sums.read(self.process)
+        del found["backward_residual"]  # there was no backward pass
+        return found
 
     def _finish(self) -> dict[str, Any]:
         if not self.process.first:  # the files are the first one's
             return {}
-        epochs = [r for r in self.run.metrics() if r["kind"] == "epoch"]
-        steps = sorted(r["ms"] for r in self.run.metrics() if r["kind"] == "step")
-        config = self.config
-        summary: dict[str, Any] = {
-            "test_accuracy": epochs[-1]["test_accuracy"],
-            "epochs": config.epochs,
-            "gradient": config.gradient.name,
-            "pretrain": config.pretrain_steps > 0,
-            "seed": config.seed,
-            "ms_per_step": steps[len(steps) // 2] if steps else 1e3 * self.seconds / self.step,
-            "train_seconds": self.seconds,
-            "device": device_name(self.process.device),
-            "data": config.data,
-            "size": config.model.size,
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "steps": self.step,
-            "processes": self.process.world_size,
-        }
+        parameters = sum(p.numel() for p in self.model.parameters())
+        told = summary(self.config, self.process, self.run.metrics(), self.seconds, parameters)
         self._write_weights("weights.safetensors")
-        self.run.write("summary.json", json.dumps(summary, indent=1))
-        return summary
+        self.run.write("summary.json", json.dumps(told, indent=1))
+        return told
 
     def _write_weights(self, name: str) -> None:
         """What is evaluated, in a form that any program reads and no code hides in."""
-        model = self.averaged if self.averaged is not None else self.model
-        tensors = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
+        state = self.evaluated.state_dict()
+        tensors = {k: v.detach().cpu().contiguous() for k, v in state.items()}
         place = self.run.path / name
         place.parent.mkdir(exist_ok=True)
         half = place.with_name(place.name + ".part")
         half.write_bytes(to_safetensors(tensors))
         half.replace(place)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the step under way, save, and stop; a second one stops at once."""
 
-        def note(number: int, frame: Any) -> None:
-            if self.caught is not None:
-                raise KeyboardInterrupt
-            self.caught = number
-
-        before = {n: signal.signal(n, note) for n in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+@contextlib.contextmanager
+def _outputs(module: nn.Module) -> Iterator[list[Any]]:
+    """What the module returns while this is open: also where another one calls it."""
+    found: list[Any] = []
+    handle = module.register_forward_hook(lambda _module, _inputs, output: found.append(output))
+    try:
+        yield found
+    finally:
+        handle.remove()

@@ -1,0 +1,70 @@
+"""What a configuration names, built: the model and the batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gdeq.data import Augment, Batches, Dataset
+from gdeq.models.mdeq import MDEQ, mdeq
+from gdeq.training.config import Config, ConfigError
+from gdeq.training.process import Process
+
+
+def build_model(config: Config, dataset: Dataset) -> MDEQ:
+    torch.manual_seed(config.seed)
+    return mdeq(
+        config.model.size,
+        classes=len(dataset.classes),
+        image_shape=dataset.shape,
+        solver=config.solver.build(),
+        gradient=config.gradient.build(),
+        weight_norm=config.model.weight_norm,
+        dropout=config.model.dropout,
+        outer_norm=config.model.outer_norm,
+    )
+
+
+def share_batch_statistics(model: MDEQ, config: Config, process: Process) -> MDEQ:
+    """Batch norms see the batch of all processes: a run must not depend on their number."""
+    if config.model.outer_norm != "batch" or process.world_size == 1:
+        return model
+    if process.device.type != "cuda":
+        raise ConfigError(
+            "model.outer_norm=batch takes statistics over the whole batch, which several processes "
+            "can share on GPUs alone: use model.outer_norm=group, or a single process"
+        )
+    shared: MDEQ = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    return shared
+
+
+def build_batches(config: Config, dataset: Dataset, process: Process) -> tuple[Batches, Batches]:
+    """Of training, and of the test."""
+    processes = process.world_size
+    shared: dict[str, Any] = {
+        "mean": dataset.mean,
+        "std": dataset.std,
+        "rank": process.rank,
+        "world_size": processes,
+    }
+    augment = Augment(
+        crop=config.augment.crop, flip=config.augment.flip, cutout=config.augment.cutout
+    )
+    size = -(-max(256, config.batch_size) // processes) * processes
+    try:
+        train = Batches(
+            dataset.train_x,
+            dataset.train_y,
+            config.batch_size,
+            seed=config.seed,
+            augment=augment,
+            **shared,
+        )
+        test = Batches(
+            dataset.test_x, dataset.test_y, size, shuffle=False, drop_last=False, **shared
+        )
+    except ValueError as problem:
+        raise ConfigError(str(problem)) from problem
+    return train, test

@@ -1,0 +1,78 @@
+"""What a step tells of itself, summed where it is computed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gdeq.models.mdeq import MDEQ
+from gdeq.training.process import Process
+
+
+class Sums:
+    """Running sums on the device, always in the same tensor.
+
+    Reading them is the only time the loop waits for the device.
+    """
+
+    NAMES = (
+        *("samples", "loss", "correct", "residual", "solver_steps"),
+        *("backward_residual", "measured"),  # measured: samples that have a backward residual
+    )
+
+    def __init__(self, device: torch.device) -> None:
+        self.values = torch.zeros(len(self.NAMES), dtype=torch.float64, device=device)
+        self.marked = self.values.clone()  # as they were at the last log line
+
+    def add(self, logits: Tensor, labels: Tensor, loss: Tensor, model: MDEQ) -> None:
+        count = len(labels)
+        solution = model.deq.solution
+        assert solution is not None
+        backward = solution.record.residual
+        nothing = torch.zeros_like(loss, dtype=torch.float64)
+        samples = torch.full_like(nothing, count)
+        self.values += torch.stack(
+            [
+                samples,
+                loss.double() * count,
+                (logits.argmax(1) == labels).sum().double(),
+                solution.residual.double().sum(),
+                solution.steps.double().sum(),
+                nothing if backward is None else backward.double().sum(),
+                nothing if backward is None else samples,
+            ]
+        )
+
+    def clear(self) -> None:
+        self.values.zero_()
+        self.mark()
+
+    def mark(self) -> None:
+        """From here on counts what `read` gives with ``since_mark``."""
+        self.marked.copy_(self.values)
+
+    def read(self, process: Process, since_mark: bool = False) -> dict[str, float]:
+        """Means per sample over all processes; NaN where nothing was measured."""
+        values = self.values - self.marked if since_mark else self.values.clone()
+        sums = dict(zip(self.NAMES, process.sum(values).tolist(), strict=True))
+        samples, measured = sums.pop("samples"), sums.pop("measured")
+        backward = sums.pop("backward_residual")
+        means = {name: total / max(1.0, samples) for name, total in sums.items()}
+        means["accuracy"] = 100 * means.pop("correct")
+        means["backward_residual"] = backward / measured if measured else math.nan
+        return {"samples": samples, **means}
+
+    def state(self, process: Process) -> dict[str, Tensor]:
+        """Over all processes: how many there will be after a resume is not known."""
+        both = {"sums": self.values, "logged_sums": self.marked}
+        return {name: process.sum(values.clone()) for name, values in both.items()}
+
+    def restore(self, state: dict[str, Tensor], process: Process) -> None:
+        """The first process takes what all had, the others nothing: the sum stays what it was."""
+        for name, values in (("sums", self.values), ("logged_sums", self.marked)):
+            values.zero_()
+            # One from before `measured` was counted is left: its epoch's means begin here.
+            if process.first and state[name].shape == values.shape:
+                values.copy_(state[name])

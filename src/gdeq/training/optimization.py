@@ -1,0 +1,70 @@
+"""The optimiser and its learning rate.
+
+On a GPU the rate is a tensor that a step reads where it lies, and the update is one kernel that
+asks the host nothing: such a step can be recorded once and played again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gdeq.training.config import Config
+
+
+def learning_rate(config: Config, step: int, total: int) -> float:
+    """The rate of a step: a function of its number alone, so that nothing has to be resumed."""
+    choice = config.optimizer
+    rise = choice.warmup * total
+    if step < rise:
+        return choice.lr * (step + 1) / (rise + 1)
+    part = (step - rise) / max(1.0, total - rise)
+    if choice.schedule == "cosine":
+        return choice.lr * 0.5 * (1 + math.cos(math.pi * part))
+    if choice.schedule == "onecycle":
+        return choice.lr * (1 - part)
+    return choice.lr
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    choice = config.optimizer
+    named = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in named if p.dim() > 1], "weight_decay": choice.weight_decay},
+        {"params": [p for p in named if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    device = named[0].device
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        for group in groups:
+            group["lr"] = torch.tensor(choice.lr, dtype=torch.float32, device=device)
+    fused = True if on_gpu else None  # None: as PyTorch chooses
+    if choice.name == "adam":
+        return torch.optim.AdamW(groups, lr=choice.lr, fused=fused, capturable=on_gpu)
+    return torch.optim.SGD(
+        groups,
+        lr=choice.lr,
+        momentum=choice.momentum,
+        nesterov=choice.momentum > 0,
+        fused=fused,
+    )
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def restore_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Moments from a checkpoint, options as configured now: they may have been changed."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    options = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({**saved, "param_groups": options})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # loading made a copy; who reads the tensor of before must not miss it
