@@ -113,7 +113,7 @@ def measure(case: Case, repeats: int, device: torch.device, args: Any) -> list[d
         assert inverse is not None
         assert solution.backward is not None
         low, middle, high = quartiles(times[key])
-        held = sum(t.numel() * t.element_size() for t in (inverse.vectors.u, inverse.vectors.v))
+        held = sum(t.numel() * t.element_size() for t in inverse.vectors.stored)
         rows.append(
             {
                 "method": name,

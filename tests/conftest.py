@@ -6,6 +6,11 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
+
+# Where there is no GPU, Triton's kernels run in its interpreter.  Before Triton is loaded.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from hypothesis import settings
 
 settings.register_profile("gdeq", deadline=None, derandomize=True, print_blob=True)

@@ -791,7 +791,7 @@ def test_graph_and_factors_die_with_the_result(device, gradient, passes):
 
     found = gdeq.fixed_point(f, torch.zeros_like(x), SOLVER, gradient)
     if found.inverse is not None:
-        watch.add(found.inverse.vectors.u, found.inverse.vectors.v)
+        watch.add(*found.inverse.vectors.stored)
     watch.add(found.z)
     assert watch.alive == len(watch.refs) >= 3
     loss, slope = found.z.square().sum(), None
@@ -839,7 +839,7 @@ def test_layer_keeps_only_the_last_record(device):
     watch = Watch()
     for _ in range(3):
         z = deq(data(device, 3, 4))
-        watch.add(deq.solution.inverse.vectors.u)
+        watch.add(deq.solution.inverse.vectors.stored[0])
         z.sum().backward()
     del z
     assert watch.alive == 1

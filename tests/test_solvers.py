@@ -484,6 +484,13 @@ def test_with_little_memory_no_later_update_is_left_in_the_best_inverse(memory, 
 # --- status ---------------------------------------------------------------------------------------
 
 
+def test_with_tol_0_nothing_is_said_about_convergence(device):
+    f = Network([0.5] * 3, d=4, device=device)
+    solution = gdeq.solve(f, f.z0, gdeq.Broyden(3, tol=0.0))
+    assert solution.status == [Status.FIXED_STEPS] * 3
+    assert str(solution).startswith("3 samples, not asked to converge: at most 3 steps")
+
+
 def ended(solution: gdeq.Solution) -> Status:
     assert len(set(solution.status)) == 1
     return solution.status[0]

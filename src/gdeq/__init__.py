@@ -1,8 +1,9 @@
 """gdeq: deep equilibrium models whose gradients are fast and whose error is known."""
 
+from gdeq.capture import CaptureWarning, capture
 from gdeq.fixed_point import fixed_point
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured, Unrolled
-from gdeq.layer import DEQ
+from gdeq.layer import DEQ, UnsteadyCellWarning
 from gdeq.regularize import (
     VariationalDropout,
     hold,
@@ -26,6 +27,7 @@ __all__ = [
     "Anderson",
     "BackwardRecord",
     "Broyden",
+    "CaptureWarning",
     "Gradient",
     "Implicit",
     "Measured",
@@ -35,7 +37,9 @@ __all__ = [
     "StateError",
     "Status",
     "Unrolled",
+    "UnsteadyCellWarning",
     "VariationalDropout",
+    "capture",
     "fixed_point",
     "hold",
     "jacobian_penalty",

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse, safe_norms
+from gdeq.operators import Inverse, safe_norms
 from gdeq.options import check_flag, check_integer, check_real, check_type, options
 from gdeq.solution import Cotangent, Solution
 from gdeq.solve import check_solver, iterate
@@ -116,8 +116,7 @@ class Implicit(Gradient):
             right=v,
             inverse=inverse,
         )
-        residual = relative_norm(found.g, v)
-        return Cotangent(found.z, found.evals, residual, self.solver.tol or None)
+        return Cotangent(found.z, found.evals, found.residual, self.solver.tol or None)
 
 
 @options
@@ -172,7 +171,7 @@ class GDEQ(Gradient):
         return Cotangent(w, 0)
 
     def _refine(
-        self, w: Tensor, v: Tensor, vjp: Vectorized, solution: Solution, inverse: LowRankInverse
+        self, w: Tensor, v: Tensor, vjp: Vectorized, solution: Solution, inverse: Inverse
     ) -> Cotangent:
         found = iterate(
             lambda w: v + vjp(w),
@@ -188,7 +187,7 @@ class GDEQ(Gradient):
         return Cotangent(found.z - found.state.bg, found.evals)
 
     def _refine_where_needed(
-        self, w: Tensor, v: Tensor, vjp: Vectorized, solution: Solution, inverse: LowRankInverse
+        self, w: Tensor, v: Tensor, vjp: Vectorized, solution: Solution, inverse: Inverse
     ) -> Cotangent:
         assert self.tolerance is not None
         assert self.max_refine is not None
@@ -200,7 +199,7 @@ class GDEQ(Gradient):
             right=v,
             inverse=inverse.T,
         )
-        w, vjps, residual = found.z, found.evals, relative_norm(found.g, v)
+        w, vjps, residual = found.z, found.evals, found.residual
         fell_back = torch.zeros_like(found.converged)
         if not bool(found.converged.all()):
             # JFB's w is v, and its residual v − (I − Jᵀ)v = Jᵀv.
@@ -270,7 +269,7 @@ class Unrolled(Gradient):
         return z, trace
 
 
-def forward_inverse(solution: Solution) -> LowRankInverse:
+def forward_inverse(solution: Solution) -> Inverse:
     if solution.inverse is None:
         raise ValueError("the forward solver left no inverse to reuse; solve with gdeq.Broyden")
     return solution.inverse.vectors

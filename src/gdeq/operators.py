@@ -1,4 +1,8 @@
-"""The inverse-Jacobian estimate of Broyden's method as a linear operator."""
+"""The inverse-Jacobian estimate of Broyden's method as a linear operator.
+
+`LowRankInverse` is the readable form; `gdeq.product.ProductInverse` is the same operator kept in
+half the memory.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +14,22 @@ from torch import Tensor
 from gdeq.state import State, StateSpace, full_precision
 
 
-@dataclass(frozen=True)
-class LowRankInverse:
-    """B⁻¹ = B₀⁻¹ + Σᵢ uᵢ vᵢᵀ for every sample, with B₀⁻¹ = −I or an earlier estimate.
-
-    It stands for (∂f/∂z − I)⁻¹.  Unused places hold zeros, so they add nothing.
-    """
-
-    u: Tensor  # (batch, rank, d)
-    v: Tensor  # (batch, rank, d)
-    base: LowRankInverse | None = None
+class Inverse:
+    """An estimate B⁻¹ of (∂f/∂z − I)⁻¹ for every sample; vectors are ``(batch, d)``."""
 
     @property
     def rank(self) -> int:
         """The largest number of rank-one terms that a sample holds."""
-        return self.u.shape[1] + (self.base.rank if self.base else 0)
+        raise NotImplementedError
 
     @property
-    def T(self) -> LowRankInverse:
+    def T(self) -> Inverse:
         """B⁻ᵀ; shares the stored vectors."""
-        return LowRankInverse(self.v, self.u, self.base.T if self.base else None)
+        raise NotImplementedError
 
     def matvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
         """B⁻¹x."""
-        if self.u.shape[1] == 0:
-            return self.base.matvec(x) if self.base else -x
-        start, sign = (self.base.matvec(x), 1) if self.base else (x, -1)
-        # Row times matrix: the other way round BLAS takes up to twice as long.
-        weights = torch.bmm(x.unsqueeze(1), self.v.transpose(1, 2))  # (batch, 1, rank)
-        return torch.baddbmm(start.unsqueeze(1), weights, self.u, beta=sign).squeeze(1)
+        raise NotImplementedError
 
     def rmatvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
         """B⁻ᵀx."""
@@ -46,6 +37,42 @@ class LowRankInverse:
 
     def as_matrix(self) -> Tensor:  # -> (batch, d, d)
         """Dense, for tests: d² numbers a sample."""
+        raise NotImplementedError
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The long vectors that it keeps in memory."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LowRankInverse(Inverse):
+    """B⁻¹ = B₀⁻¹ + Σᵢ uᵢ vᵢᵀ for every sample, with B₀⁻¹ = −I or an earlier estimate.
+
+    Unused places hold zeros, so they add nothing.
+    """
+
+    u: Tensor  # (batch, rank, d)
+    v: Tensor  # (batch, rank, d)
+    base: Inverse | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.u.shape[1] + (self.base.rank if self.base else 0)
+
+    @property
+    def T(self) -> LowRankInverse:
+        return LowRankInverse(self.v, self.u, self.base.T if self.base else None)
+
+    def matvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
+        if self.u.shape[1] == 0:
+            return self.base.matvec(x) if self.base else -x
+        start, sign = (self.base.matvec(x), 1) if self.base else (x, -1)
+        # Row times matrix: the other way round BLAS takes up to twice as long.
+        weights = torch.bmm(x.unsqueeze(1), self.v.transpose(1, 2))  # (batch, 1, rank)
+        return torch.baddbmm(start.unsqueeze(1), weights, self.u, beta=sign).squeeze(1)
+
+    def as_matrix(self) -> Tensor:  # -> (batch, d, d)
         batch, _, d = self.u.shape
         if self.base:
             start = self.base.as_matrix()
@@ -54,12 +81,16 @@ class LowRankInverse:
             start = -eye.expand(batch, d, d)
         return start + self.u.transpose(1, 2) @ self.v
 
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        return self.u, self.v, *(self.base.stored if self.base else ())
+
 
 @dataclass(frozen=True, repr=False)
 class StateInverse:
     """The same operator for the user: takes a batched vector or a state, returns what it took."""
 
-    vectors: LowRankInverse
+    vectors: Inverse
     space: StateSpace
 
     def __repr__(self) -> str:
@@ -82,7 +113,7 @@ class StateInverse:
         """Dense, over the packed state; for tests."""
         return self.vectors.as_matrix()
 
-    def _apply(self, operator: LowRankInverse, v: State) -> State:
+    def _apply(self, operator: Inverse, v: State) -> State:
         with full_precision(self.space.device):
             if isinstance(v, Tensor) and v.shape == (self.space.batch, self.space.size):
                 return operator.matvec(v.to(self.space.dtype)).to(v.dtype)

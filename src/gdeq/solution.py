@@ -23,6 +23,7 @@ class Status(IntEnum):
     NONFINITE = 6
     NONFINITE_START = 7
     UNROLLED = 8
+    FIXED_STEPS = 9
 
     def __str__(self) -> str:
         return _SENTENCES[self]
@@ -42,6 +43,7 @@ _SENTENCES = {
     Status.NONFINITE_START: "failed: f returned NaN or infinity at the first call; z0 is returned "
     "(check the inputs and parameters of f for this sample)",
     Status.UNROLLED: "unrolled for a fixed number of steps; convergence was not asked for",
+    Status.FIXED_STEPS: "made all its steps, as asked with tol=0; convergence was not asked for",
 }
 
 
@@ -145,11 +147,11 @@ class Solution:
             f"largest residual {self.residual.max().item():.1e}"
         )
         ends = self.status
-        if all(status is Status.UNROLLED for status in ends):
+        if all(status in (Status.UNROLLED, Status.FIXED_STEPS) for status in ends):
             return f"{batch} samples, not asked to converge: {outcome}"
         lines = [f"{int(self.converged.sum())} of {batch} samples converged in {outcome}"]
         for i, status in enumerate(ends):
-            if status is not Status.CONVERGED:
+            if status not in (Status.CONVERGED, Status.FIXED_STEPS):
                 residual, steps = self.residual[i].item(), int(self.steps[i])
                 lines.append(f"  sample {i}: {status} [step {steps}, residual {residual:.1e}]")
             if len(lines) > 6:

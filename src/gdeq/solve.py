@@ -1,4 +1,4 @@
-"""The one loop: stopping, best-so-far, per-sample freezing, trace."""
+"""The one loop: every solver's steps, with stopping, freezing and the best iterate kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse, StateInverse, safe_norms
+from gdeq import product
+from gdeq.ledger import Ledger
+from gdeq.operators import Inverse, StateInverse, safe_norms
 from gdeq.options import describe
 from gdeq.solution import Solution, Status
 from gdeq.solvers.base import Solver, select
@@ -22,14 +24,13 @@ class Iterates:
     """The outcome of the loop, on batched vectors."""
 
     z: Tensor  # (batch, d)
-    g: Tensor  # (batch, d) f(z) − z
     residual: Tensor  # (batch,)
     steps: Tensor  # (batch,)
     codes: Tensor  # (batch,)
     trace: Tensor  # (steps, batch)
     evals: int
-    inverse: LowRankInverse | None
-    state: Any  # what the solver learned
+    inverse: Inverse | None
+    state: Any = None  # what the solver learned
 
     @property
     def converged(self) -> Tensor:  # (batch,)
@@ -44,7 +45,7 @@ def iterate(
     precision: float,
     max_steps: int | None = None,
     right: Tensor | None = None,  # (batch, d)
-    inverse: LowRankInverse | None = None,
+    inverse: Inverse | None = None,
 ) -> Iterates:
     """Run ``solver`` on f from z; samples are independent systems.
 
@@ -58,9 +59,8 @@ def iterate(
         for a linear system, instead of to max(‖f(z)‖, ‖z‖).
     """
     max_steps = solver.max_iter if max_steps is None else max_steps
-    watch, on_cpu = solver.tol > 0, z.device.type == "cpu"
-    # A relative residual at this level is the rounding of f itself (half a unit in the last place).
-    rounding = 0.5 * precision
+    if product.applies(solver, z, max_steps, inverse):  # the same, in fewer passes over memory
+        return Iterates(*product.iterate(f, z, solver, precision, max_steps, right))
     scale = None if right is None else safe_norms(right)[0]
     floor = z.new_zeros(())
 
@@ -73,100 +73,51 @@ def iterate(
         absolute, size, other = safe_norms(g, fz, z)
         return g, absolute, torch.maximum(torch.maximum(size, other), floor)
 
-    def relate(absolute: Tensor, size: Tensor) -> Tensor:  # -> (batch,)
-        return torch.where(absolute > 0, absolute / size, absolute)  # 0/0 is solved
-
     g, absolute, size = evaluate(z)
     evals = 1
     if scale is None:
         # Where z* = 0 nothing is ever small beside z; it is beside the rounding of where z began.
         floor = precision * size
-    relative = relate(absolute, size)
-    residual = relative if solver.stop == "relative" else absolute
-    within = residual <= solver.tol
-    first_absolute, first_size, peak = absolute, size, absolute
-    finite = torch.isfinite(absolute) & torch.isfinite(size)
-    codes = torch.where(finite, Status.RUNNING, Status.NONFINITE_START)
-    active = finite
-    if watch:
-        codes = torch.where(finite & within, Status.CONVERGED, codes)
-        active = finite & ~within
-    steps = torch.zeros_like(codes)
+    ledger = Ledger(solver, precision, absolute, size, linear=scale is not None)
     state = solver.init(z, g, steps=max_steps, precision=precision, inverse=inverse, right=right)
     trace: list[Tensor] = []
-    # The best is that of smallest ‖g‖: relative to a z that ran away, any g is small.
-    best_z, best_g, best_absolute, best_residual, best_step = z, g, absolute, residual, steps
+    best_z = z
 
     for step in range(1, max_steps + 1):
-        if watch and (step - 1) % solver.check_every == 0 and not bool(active.any()):
+        looks = ledger.watch and (step - 1) % solver.check_every == 0
+        if looks and not bool(ledger.active.any()):
             break
+        active = ledger.active
         z_try = select(active, solver.propose(z, g, state), z)
-        g_try, new_absolute, size = evaluate(z_try)
+        g_try, absolute, size = evaluate(z_try)
         evals += 1
         for _ in range(solver.line_search):
-            worse = active & ~(new_absolute < (1 - 1e-4) * absolute)  # NaN counts as worse
+            # NaN counts as worse.
+            worse = active & ~(absolute < (1 - 1e-4) * ledger.absolute)
             if not bool(worse.any()):
                 break
             z_try = select(worse, (z + z_try) / 2, z_try)
-            g_try, new_absolute, size = evaluate(z_try)
+            g_try, absolute, size = evaluate(z_try)
             evals += 1
 
-        finite = new_absolute + size < torch.inf  # false for NaN too, in half the operations
-        good = active & finite
-        all_good = on_cpu and bool(good.all())
+        good = ledger.accepts(absolute, size)
         z, g, state = solver.learn(z, g, z_try, g_try, good, state)
         if solver.linear_only:
             # Of the iterate, which is not where f was evaluated; no better known than f rounds.
-            new_absolute = torch.maximum(safe_norms(g)[0], rounding * size)
-        before = relative
-        new_relative = relate(new_absolute, size)
-        absolute = new_absolute if all_good else torch.where(good, new_absolute, absolute)
-        relative = new_relative if all_good else torch.where(good, new_relative, relative)
-        residual = relative if solver.stop == "relative" else absolute
-        steps = torch.where(active, step, steps)
-        if not all_good:
-            codes = torch.where(active & ~finite, Status.NONFINITE, codes)
-        active = good
-        if watch:
-            peak = torch.maximum(peak, absolute)  # of a frozen sample nothing changes
-            ends = good & ((residual <= solver.tol) | (relative <= rounding))
-            if not on_cpu or bool(ends.any()):  # where looking is free, there is seldom more to do
-                converged = good & (residual <= solver.tol)
-                if solver.stop == "relative" and scale is None:
-                    # A z that runs away makes any g look small beside it: with f(z) = z + c,
-                    # slowly and g constant; after a wild step, at once, when g may even vanish in
-                    # rounding.
-                    constant = (absolute - first_absolute).abs() <= 1e-3 * first_absolute
-                    seen = torch.maximum(absolute, precision * size)
-                    flown = (size > 10 * first_size) & (seen > solver.tol**0.5 * peak)
-                    converged = converged & ~constant & ~flown
-                at_rounding = ends & ~converged & (relative <= rounding) & (relative >= before)
-                codes = torch.where(converged, Status.CONVERGED, codes)
-                codes = torch.where(at_rounding, Status.ROUNDING, codes)
-                active = good & ~converged & ~at_rounding
-            better = good & (absolute < best_absolute)
-            best_z, best_g = select(better, z, best_z), select(better, g, best_g)
-            best_absolute = torch.where(better, absolute, best_absolute)
-            best_residual = torch.where(better, residual, best_residual)
-            best_step = torch.where(better, step, best_step)
-        trace.append(residual)
+            absolute = torch.maximum(safe_norms(g)[0], ledger.rounding * size)
+        better = ledger.note(step, good, absolute, size)
+        if ledger.watch:
+            best_z = select(better, z, best_z)
+        trace.append(ledger.residual)
 
-    unfinished = codes == Status.RUNNING
-    still = (absolute - first_absolute).abs() <= 1e-3 * first_absolute
-    codes = torch.where(unfinished, Status.MAX_STEPS, codes)
-    codes = torch.where(unfinished & (absolute > first_absolute), Status.DIVERGED, codes)
-    codes = torch.where(unfinished & still & (relative > rounding), Status.STALLED, codes)
-    settled = None
-    if watch:
-        missed = (codes != Status.CONVERGED) & (codes != Status.NONFINITE_START)
-        z, g = select(~missed, z, best_z), select(~missed, g, best_g)
-        residual = torch.where(missed, best_residual, residual)
-        settled = torch.where(missed, best_step, steps)
+    codes, residual, at = ledger.finish()
+    steps = ledger.steps
+    if ledger.watch:
+        z = select(at == steps, z, best_z)
         trace = trace[: int(steps.max())] if len(steps) else []
     history = torch.stack(trace) if trace else residual.new_zeros(0, len(z))
-    return Iterates(
-        z, g, residual, steps, codes, history, evals, solver.inverse(state, settled), state
-    )
+    inverse = solver.inverse(state, at if ledger.watch else None)
+    return Iterates(z, residual, steps, codes, history, evals, inverse, state)
 
 
 def check_solver(solver: object, *, linear: bool = False) -> Solver:

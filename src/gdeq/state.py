@@ -7,6 +7,7 @@ A state is a tensor ``(batch, ...)`` or any nesting of tuples, lists and dicts o
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,8 @@ class StateSpace:
         self.shapes = [leaf.shape for _, leaf in leaves]
         self.dtypes = [leaf.dtype for _, leaf in leaves]
         self.sizes = [leaf.shape[1:].numel() for _, leaf in leaves]
+        # An image in channels-last memory stays as it lies, or every call of f would move it.
+        self.channels_last = [_is_channels_last(leaf) for _, leaf in leaves]
         self.size = sum(self.sizes)
         self.dtype = torch.float32  # solver algebra: float32 or better
         for dtype in self.dtypes:
@@ -134,9 +137,24 @@ class StateSpace:
     def _join(self, leaves: list[Tensor]) -> Tensor:
         rows = [
             leaf.to(self.dtype).reshape(self.batch, size)
-            for leaf, size in zip(leaves, self.sizes, strict=True)
+            for leaf, size in zip(self._in_order(leaves), self.sizes, strict=True)
         ]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
+
+    def _in_order(self, leaves: list[Tensor]) -> list[Tensor]:
+        """The tensors with their dimensions in the order of memory."""
+        return [
+            leaf.permute(0, 2, 3, 1) if last else leaf
+            for leaf, last in zip(leaves, self.channels_last, strict=True)
+        ]
+
+    def _shaped(self, part: Tensor, index: int) -> Tensor:
+        """The inverse of `_in_order` for one part, whatever its shape is now."""
+        shape = self.shapes[index]
+        if not self.channels_last[index]:
+            return part.reshape(shape)
+        batch, channels, height, width = shape
+        return part.reshape(batch, height, width, channels).permute(0, 3, 1, 2)
 
     def pack(self, z: State) -> Tensor:  # -> (batch, d)
         """A state of this layout as one batched vector."""
@@ -151,8 +169,8 @@ class StateSpace:
         """The state that a batched vector stands for, in its own shapes and dtypes."""
         parts = [flat] if len(self.sizes) == 1 else list(flat.split(self.sizes, dim=1))
         leaves = [
-            part.reshape(shape).to(dtype)
-            for part, shape, dtype in zip(parts, self.shapes, self.dtypes, strict=True)
+            self._shaped(part, i).to(dtype)
+            for i, (part, dtype) in enumerate(zip(parts, self.dtypes, strict=True))
         ]
         return _rebuild(self.structure, leaves)
 
@@ -179,33 +197,9 @@ class StateSpace:
                 )
         return [leaf for _, leaf in found]
 
-    def vectorize(self, f: Callable[[State], State]) -> Vectorized:
-        """f on batched vectors, called under the autocast state that holds here and now.
-
-        The algebra around f runs outside autocast (`full_precision`), so the state of the caller
-        is kept here and put back for each call.  Under autocast f may return half precision.
-        """
-        kind = self.device.type
-        autocast = _autocast_enabled(kind)
-        dtype = torch.get_autocast_dtype(kind) if autocast else None
-
-        def on_vectors(flat: Tensor) -> Tensor:
-            z = self.unpack(flat)
-            version = None if flat.is_inference() else flat._version
-            with torch.autocast(kind, dtype=dtype) if autocast else contextlib.nullcontext():
-                out = f(z)
-            if version is not None and flat._version != version:
-                raise StateError(
-                    "f changed its argument z in place; the solver still needs it: use operations "
-                    "that return a new tensor (nn.ReLU(inplace=False), z = z + ... for z += ...)"
-                )
-            joined = self._join(self._leaves(out, "f(z)", cast=autocast))
-            if torch.float16 in self.dtypes:
-                # z is kept in float32 and may leave the range of float16, which f need not show.
-                joined = torch.where(self._in_range(flat), joined, torch.nan)
-            return joined
-
-        return on_vectors
+    def vectorize(self, f: Callable[[State], State]) -> VectorMap:
+        """f on batched vectors, called under the autocast state that holds here and now."""
+        return VectorMap(self, f)
 
     def _in_range(self, flat: Tensor) -> Tensor:  # (batch, d) -> (batch, 1)
         limits = [
@@ -222,6 +216,89 @@ class StateSpace:
         if _autocast_enabled(kind) and torch.float64 not in self.dtypes:  # it leaves float64 alone
             worst = max(worst, torch.finfo(torch.get_autocast_dtype(kind)).eps)
         return worst
+
+
+class VectorMap:
+    """The user's f on batched vectors.
+
+    The algebra around f runs outside autocast (`full_precision`), so the autocast state of the
+    caller is kept here and put back for each call.  Under autocast f may return half precision.
+
+    Beside the batched vector, ``(batch, d)``, there is a second form, *parts*: one buffer that
+    holds all samples of the first tensor of the state, then all of the second, and so on.  Tensors
+    of the state are dense views of it, so f is called, and its result taken, without a copy.
+    """
+
+    def __init__(self, space: StateSpace, f: Callable[[State], State]) -> None:
+        self.space, self.f = space, f
+        self.kind = space.device.type
+        self.autocast = _autocast_enabled(self.kind)
+        self.autocast_dtype = torch.get_autocast_dtype(self.kind) if self.autocast else None
+        self.starts = [0]
+        for size in space.sizes:
+            self.starts.append(self.starts[-1] + space.batch * size)
+
+    def __call__(self, flat: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
+        joined = self.space._join(self._call(self.space.unpack(flat), flat))
+        if torch.float16 in self.space.dtypes:
+            # z is kept in float32 and may leave the range of float16, which f need not show.
+            joined = torch.where(self.space._in_range(flat), joined, torch.nan)
+        return joined
+
+    @property
+    def parts_dtype(self) -> torch.dtype | None:
+        """The one dtype of all tensors of the state; None where `on_parts` cannot be used."""
+        first = self.space.dtypes[0]
+        alike = all(dtype == first for dtype in self.space.dtypes)
+        return first if alike and first != torch.float16 else None
+
+    def on_parts(self, parts: Tensor) -> Tensor:  # (batch·d,) -> (batch·d,)
+        """f from parts to parts; the result may have the dtype of autocast."""
+        space = self.space
+        leaves = [
+            space._shaped(parts[low:high], i)
+            for i, (low, high) in enumerate(itertools.pairwise(self.starts))
+        ]
+        found = space._in_order(self._call(_rebuild(space.structure, leaves), parts))
+        adjacent = _as_one_buffer(found)
+        if adjacent is not None:
+            return adjacent
+        if any(leaf.dtype != found[0].dtype for leaf in found):
+            found = [leaf.to(space.dtype) for leaf in found]
+        return torch.cat([leaf.reshape(-1) for leaf in found])
+
+    def _call(self, z: State, source: Tensor) -> list[Tensor]:
+        version = None if source.is_inference() else source._version
+        with (
+            torch.autocast(self.kind, dtype=self.autocast_dtype)
+            if self.autocast
+            else contextlib.nullcontext()
+        ):
+            out = self.f(z)
+        if version is not None and source._version != version:
+            raise StateError(
+                "f changed its argument z in place; the solver still needs it: use operations "
+                "that return a new tensor (nn.ReLU(inplace=False), z = z + ... for z += ...)"
+            )
+        return self.space._leaves(out, "f(z)", cast=self.autocast)
+
+
+def _as_one_buffer(leaves: list[Tensor]) -> Tensor | None:
+    """The memory of all the tensors as one vector, if they lie there densely one after another."""
+    first = leaves[0]
+    at = first.data_ptr()
+    for leaf in leaves:
+        if leaf.dtype != first.dtype or not leaf.is_contiguous() or leaf.data_ptr() != at:
+            return None
+        if leaf.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        at += leaf.numel() * leaf.element_size()
+    return first.as_strided((sum(leaf.numel() for leaf in leaves),), (1,), first.storage_offset())
+
+
+def _is_channels_last(leaf: Tensor) -> bool:
+    dense = leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
+    return dense and not leaf.is_contiguous()
 
 
 def _autocast_enabled(device_type: str) -> bool:

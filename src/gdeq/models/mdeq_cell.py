@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from gdeq.models import mdeq_fused
 from gdeq.models.layers import conv, group_norm
 from gdeq.models.mdeq_config import MDEQConfig, halve
 from gdeq.regularize import VariationalDropout, weight_norm
@@ -144,8 +145,11 @@ class MDEQCell(nn.Module):
             Scale(channels, config, injected=i == 0) for i, channels in enumerate(config.channels)
         )
         self.fusions = nn.ModuleList(Fusion(i, config) for i in range(len(config.channels)))
+        self.prepared = mdeq_fused.Prepared()  # a submodule, so that `hold` finds it
 
     def forward(self, z: MultiscaleState, injection: Tensor) -> MultiscaleState:
+        if mdeq_fused.applies(self, z, injection):
+            return mdeq_fused.fused_forward(self, z, injection)
         streams = [
             scale(part, injection if i == 0 else None)
             for i, (scale, part) in enumerate(zip(self.scales, z, strict=True))
@@ -153,12 +157,18 @@ class MDEQCell(nn.Module):
         return tuple(fusion(streams) for fusion in self.fusions)
 
     def initial_state(self, injection: Tensor) -> MultiscaleState:
-        """Zeros, in the precision of the weights: under autocast an injection has less."""
-        dtype = next(self.parameters()).dtype
+        """Zeros, in the precision of the weights: under autocast an injection has less.
+
+        Where the fused form will compute in half precision, they have its precision and order.
+        """
+        dtype, order = next(self.parameters()).dtype, torch.contiguous_format
+        if mdeq_fused.applies(self, (), injection):
+            dtype, order = mdeq_fused.compute_dtype(injection), torch.channels_last
         batch, _, height, width = injection.shape
         parts = []
         for channels in self.config.channels:
             shape = (batch, channels, height, width)
-            parts.append(torch.zeros(shape, dtype=dtype, device=injection.device))
+            zeros = torch.zeros(shape, dtype=dtype, device=injection.device)
+            parts.append(zeros.to(memory_format=order))
             height, width = halve(height), halve(width)
         return tuple(parts)

@@ -29,6 +29,8 @@ class MDEQConfig:
         result depends on the others in training either.
     feedback: how strongly z enters f at the start of training, beside the image (the gains of the
         norms say it, and learn).  1 as published, where no solver converges before some training.
+    fused: compute the same with fewer, larger operations (`gdeq.models.mdeq_fused`): "auto" where
+        that is faster, in half precision on a GPU with Triton; True wherever it can; or False.
     """
 
     channels: tuple[int, ...] = (32, 64, 128, 256)
@@ -45,6 +47,7 @@ class MDEQConfig:
     post_affine: bool = False
     outer_norm: str = "batch"
     feedback: float = 0.2
+    fused: bool | str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("channels", "head_channels"):
@@ -65,6 +68,8 @@ class MDEQConfig:
         check_flag(self, "post_affine")
         check_real(self, "feedback", 0.0, 1.0, open_low=True)
         check_choice(self, "outer_norm", ("batch", "group"))
+        if self.fused not in (True, False, "auto"):
+            raise ValueError(f"MDEQConfig.fused must be True, False or 'auto', got {self.fused!r}")
 
     def state_shapes(self, height: int, width: int) -> tuple[Shape, ...]:
         """The shape of each part of the state for one image of this size."""

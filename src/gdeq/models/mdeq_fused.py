@@ -526,7 +526,8 @@ def applies(cell: MDEQCell, z: MultiscaleState, injection: Tensor) -> bool:
         return False
     if fused is True:
         return True
-    return z[0].is_cuda and kernels.available(z[0].device) and compute_dtype(z[0]).itemsize == 2
+    device, dtype = injection.device, compute_dtype(injection)
+    return device.type == "cuda" and kernels.available(device) and dtype.itemsize == 2
 
 
 def fused_forward(

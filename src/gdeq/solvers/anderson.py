@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse
+from gdeq.operators import Inverse
 from gdeq.options import check_integer, check_real, options
 from gdeq.solvers.base import Solver, change_seen, select
 
@@ -50,7 +50,7 @@ class Anderson(Solver):
         *,
         steps: int,
         precision: float,
-        inverse: LowRankInverse | None = None,
+        inverse: Inverse | None = None,
         right: Tensor | None = None,
     ) -> AndersonState:
         memory = max(1, min(self.memory, steps))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse, norm
+from gdeq.operators import Inverse, norm
 from gdeq.options import check_choice, check_integer, check_real, options
 
 
@@ -51,7 +51,7 @@ class Solver:
         *,
         steps: int,
         precision: float,
-        inverse: LowRankInverse | None = None,
+        inverse: Inverse | None = None,
         right: Tensor | None = None,  # (batch, d)
     ) -> Any:
         """The state before the first of at most ``steps`` steps.
@@ -78,7 +78,7 @@ class Solver:
         """The next iterate, its g, and the state; samples that are not accepted must not change."""
         return select(accepted, z_try, z), select(accepted, g_try, g), state
 
-    def inverse(self, state: Any, at: Tensor | None) -> LowRankInverse | None:  # at: (batch,)
+    def inverse(self, state: Any, at: Tensor | None) -> Inverse | None:  # at: (batch,)
         """The inverse estimate as it was after step ``at`` of each sample (None: as it is)."""
         return None
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse, dot, norm
+from gdeq.operators import Inverse, LowRankInverse, dot, norm
 from gdeq.options import check_integer, check_real, options
 from gdeq.solvers.base import Solver, change_seen, select
 
@@ -23,7 +23,7 @@ class BroydenState:
     bg: Tensor  # (batch, d) B⁻¹g at the current iterate
     memory: int
     precision: float
-    base: LowRankInverse | None
+    base: Inverse | None
     rows: Tensor  # (batch,) 0, 1, ...
     counts: list[Tensor] = field(default_factory=list)  # count after step 0, 1, ...
     in_step: bool = True  # known: every sample has made an update at every step
@@ -80,7 +80,7 @@ class Broyden(Solver):
         *,
         steps: int,
         precision: float,
-        inverse: LowRankInverse | None = None,
+        inverse: Inverse | None = None,
         right: Tensor | None = None,
     ) -> BroydenState:
         memory = max(1, steps if self.memory is None else min(self.memory, steps))

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse, norm
+from gdeq.operators import Inverse, norm
 from gdeq.options import options
 from gdeq.solvers.base import Solver, select
 
@@ -23,7 +23,7 @@ class GMRESState:
     hessenberg: Tensor  # (batch, places + 1, places): A · directions = basis · hessenberg
     step: int
     precision: float
-    inverse: LowRankInverse | None
+    inverse: Inverse | None
 
 
 @options
@@ -48,7 +48,7 @@ class GMRES(Solver):
         *,
         steps: int,
         precision: float,
-        inverse: LowRankInverse | None = None,
+        inverse: Inverse | None = None,
         right: Tensor | None = None,
     ) -> GMRESState:
         batch, d = z.shape

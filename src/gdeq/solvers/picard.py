@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse
+from gdeq.operators import Inverse
 from gdeq.options import check_real, options
 from gdeq.solvers.base import Solver
 
@@ -29,7 +29,7 @@ class Picard(Solver):
         *,
         steps: int,
         precision: float,
-        inverse: LowRankInverse | None = None,
+        inverse: Inverse | None = None,
         right: Tensor | None = None,
     ) -> None:
         return None

@@ -1,0 +1,277 @@
+"""Broyden's method from its steps alone: `gdeq.solvers.broyden` in half the memory.
+
+Read `gdeq.solvers.broyden` and `gdeq.solve` first; this computes the same iterates, verdicts and
+inverse (tests/test_product.py holds the two together).  It is used on a GPU, where the time of a
+solver is that of its passes over memory.
+
+With full steps s_t = −B_t⁻¹g_t, write q = −B_t⁻¹g_{t+1}.  Then B_t⁻¹y = s_t − q, the update is
+
+    B_{t+1}⁻¹ = (I + q s_tᵀ / (‖s_t‖² − s_tᵀq)) B_t⁻¹,
+
+and the next step is s_{t+1} = −B_{t+1}⁻¹g_{t+1} = q ‖s_t‖² / (‖s_t‖² − s_tᵀq), a multiple of q.  So
+
+    B_{t+1}⁻¹ = (I + s_{t+1}s_tᵀ / ‖s_t‖²) B_t⁻¹:
+
+the steps are all that must be kept.  Applied one factor after the other that would read the store
+once for each; but the inner products that the factors need follow from those of the vector with
+the steps, a_j = s_jᵀx, and from the Gram matrix G of the steps:
+
+    −B_t⁻¹x  = x + Σ_j d_{j+1} s_{j+1},   d_{j+1} = (a_j + Σ_{l≤j} G_{jl} d_l) / G_jj,   d_0 = 0
+    −B_t⁻ᵀx = x + Σ_j e_j s_j,           e_j = (a_{j+1} + Σ_{l>j} G_{j+1,l} e_l) / G_jj
+
+One pass over the store gives all a_j, and the new row of G with them; a recurrence over a few
+numbers gives the weights; a second pass combines.  A factor that was skipped (a denominator or a
+change of g that is only rounding) has ``keep`` false and weight 0.
+
+Limits: full steps, and a store of all of them.  A bounded memory drops the oldest *term* of a sum,
+for which there is no counterpart in a product, so there the plain form is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdeq.kernels import choice
+from gdeq.ledger import Ledger
+from gdeq.operators import Inverse, norm, safe_norms
+from gdeq.solvers.base import SEEN, Solver
+from gdeq.solvers.broyden import Broyden
+from gdeq.state import Vectorized, VectorMap
+
+MOST_STEPS = 127  # what the recurrence of one program holds in registers
+
+
+@dataclass(frozen=True)
+class ProductInverse(Inverse):
+    """B⁻¹ = −Π_j (I + s_{j+1}s_jᵀ/‖s_j‖²) over the factors that are kept, the newest leftmost."""
+
+    steps: Tensor  # (batch, rank + 1, d)
+    gram: Tensor  # (batch, places, places), places > rank
+    keep: Tensor  # (batch, places) bool
+    transposed: bool = False
+
+    @property
+    def rank(self) -> int:
+        return self.steps.shape[1] - 1
+
+    @property
+    def T(self) -> ProductInverse:
+        return ProductInverse(self.steps, self.gram, self.keep, not self.transposed)
+
+    def matvec(self, x: Tensor) -> Tensor:
+        if choice.chosen(x) == "triton":
+            from gdeq.kernels import product as fused  # noqa: PLC0415 (needs Triton)
+
+            return fused.apply(self.steps, self.gram, self.keep, x, self.transposed)
+        steps = self.steps.to(x.dtype)
+        # A step that no factor uses may hold anything, infinity too.
+        used = self.keep[:, : self.rank]
+        of_one = torch.nn.functional.pad(used, (0, 1)) | torch.nn.functional.pad(used, (1, 0))
+        steps = steps.masked_fill(~of_one.unsqueeze(2), 0.0)
+        dots = torch.einsum("bjd,bd->bj", steps, x)
+        weigh = transposed_weights if self.transposed else weights
+        coefficients = weigh(dots, self.gram, self.keep)
+        return -(x + torch.einsum("bj,bjd->bd", coefficients, steps))
+
+    def as_matrix(self) -> Tensor:
+        batch, _, d = self.steps.shape
+        eye = torch.eye(d, dtype=self.gram.dtype, device=self.gram.device)
+        columns = [self.matvec(column.expand(batch, d).contiguous()) for column in eye]
+        return torch.stack(columns, dim=2)
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        return (self.steps,)
+
+
+def weights(dots: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
+    """d of −B⁻¹x = x + Σ d_j s_j.  dots: (batch, n), gram: (batch, ≥n, ≥n) -> (batch, n)"""
+    found = torch.zeros_like(dots)
+    for j in range(dots.shape[1] - 1):
+        inner = dots[:, j] + _sum_used(gram[:, j, : j + 1], found[:, : j + 1])
+        found[:, j + 1] = torch.where(keep[:, j], inner / gram[:, j, j], 0.0)
+    return found
+
+
+def transposed_weights(dots: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
+    """e of −B⁻ᵀx = x + Σ e_j s_j.  dots: (batch, n), gram: (batch, ≥n, ≥n) -> (batch, n)"""
+    found = torch.zeros_like(dots)
+    n = dots.shape[1]
+    for j in range(n - 2, -1, -1):
+        inner = dots[:, j + 1] + _sum_used(gram[:, j + 1, j + 1 : n], found[:, j + 1 :])
+        found[:, j] = torch.where(keep[:, j], inner / gram[:, j, j], 0.0)
+    return found
+
+
+def _sum_used(row: Tensor, weight: Tensor) -> Tensor:  # (batch, n), (batch, n) -> (batch,)
+    return torch.where(weight != 0, row * weight, 0.0).sum(1)
+
+
+def applies(solver: Solver, z: Tensor, max_steps: int, inverse: Inverse | None) -> bool:
+    """Whether `iterate` here can stand in for the one in `gdeq.solve`."""
+    return (
+        type(solver) is Broyden
+        and inverse is None
+        and solver.max_step is None
+        and solver.line_search == 0
+        and (solver.memory is None or solver.memory >= max_steps)
+        and max_steps <= MOST_STEPS
+        and z.numel() > 0
+        and choice.chosen(z) != "off"
+    )
+
+
+def store_dtype(z: Tensor, precision: float) -> torch.dtype:
+    """Steps of an f that computes in bfloat16 are known to no more digits than bfloat16 holds."""
+    half = torch.bfloat16
+    return half if z.dtype == torch.float32 and precision >= torch.finfo(half).eps else z.dtype
+
+
+def iterate(
+    f: Vectorized,
+    z: Tensor,  # (batch, d)
+    solver: Solver,
+    precision: float,
+    max_steps: int,
+    right: Tensor | None,  # (batch, d)
+) -> tuple[Any, ...]:
+    """The fields of `gdeq.solve.Iterates`, except the solver's state."""
+    in_parts = isinstance(f, VectorMap) and f.parts_dtype is not None
+    sizes = f.space.sizes if isinstance(f, VectorMap) and in_parts else [z.shape[1]]
+    dtype = f.parts_dtype if isinstance(f, VectorMap) and in_parts else z.dtype
+    scale = None if right is None else safe_norms(right)[0]
+    kind: Any = PlainSweep
+    if choice.chosen(z) == "triton":
+        from gdeq.kernels import product as fused  # noqa: PLC0415 (needs Triton)
+
+        kind = fused.Sweep
+    sweep = kind(z, sizes, dtype, solver, precision, max_steps, scale)
+    # A captured graph cannot look; there frozen samples are carried along to the last step.
+    looks = solver.tol > 0 and not (z.is_cuda and torch.cuda.is_current_stream_capturing())
+    step = 0
+    for step in range(max_steps + 1):
+        if isinstance(f, VectorMap) and in_parts:
+            fz = f.on_parts(sweep.parts)
+        else:
+            fz = f(sweep.z).reshape(-1)
+        sweep.take(step, fz)
+        if looks and step % solver.check_every == 0 and not sweep.any_active():
+            break
+    ledger: Ledger = sweep.ledger
+    codes, residual, at = ledger.finish()
+    trace = sweep.trace[:step]
+    if looks:
+        trace = trace[: int(ledger.steps.max())]
+    found, inverse = sweep.settle(at, step)
+    return found, residual, ledger.steps, codes, trace, step + 1, inverse
+
+
+class PlainSweep:
+    """The steps and what is known about them; `take` goes from one iterate to the next.
+
+    The plain twin of `gdeq.kernels.product.Sweep`.  Only the newest z is kept; a sample that must
+    go back to an earlier iterate gets it from the first one and the steps, by the same additions.
+    """
+
+    def __init__(
+        self,
+        z: Tensor,  # (batch, d)
+        sizes: list[int],
+        dtype: torch.dtype,
+        solver: Solver,
+        precision: float,
+        max_steps: int,
+        scale: Tensor | None,  # (batch,)
+    ) -> None:
+        batch, d = z.shape
+        self.first, self.z, self.sizes, self.dtype = z, z.clone(), sizes, dtype
+        self.solver, self.precision, self.max_steps, self.scale = (
+            solver,
+            precision,
+            max_steps,
+            scale,
+        )
+        self.steps = z.new_zeros(batch, max_steps + 1, d, dtype=store_dtype(z, precision))
+        self.gram = z.new_zeros(batch, max_steps + 1, max_steps + 1)
+        self.keep = torch.zeros(batch, max_steps + 1, dtype=torch.bool, device=z.device)
+        self.residuals: list[Tensor] = []
+        self.last_fz = z
+        self.floor = z.new_zeros(())
+
+    @property
+    def parts(self) -> Tensor:  # (batch·d,)
+        rows = self.z.to(self.dtype).split(self.sizes, dim=1)
+        return torch.cat([row.reshape(-1) for row in rows])
+
+    @property
+    def trace(self) -> Tensor:  # (steps, batch)
+        empty = self.z.new_zeros(0, len(self.z))
+        return torch.stack(self.residuals) if self.residuals else empty
+
+    def any_active(self) -> bool:
+        return bool(self.ledger.active.any())
+
+    def take(self, t: int, fz: Tensor) -> None:
+        """Judge iterate t by f at it, learn from it, and go on unless it is the last one."""
+        batch = len(self.z)
+        lengths = [batch * size for size in self.sizes]
+        rows = [part.view(batch, -1) for part in fz.to(self.z.dtype).split(lengths)]
+        fz = torch.cat(rows, dim=1)
+        g = fz - self.z
+        absolute, size, of_z = safe_norms(g, fz, self.z)
+        size = self.scale if self.scale is not None else torch.maximum(size, of_z)
+        if t == 0:
+            if self.scale is None:
+                self.floor = self.precision * size
+            linear = self.scale is not None
+            self.ledger = Ledger(self.solver, self.precision, absolute, size, linear)
+            good = torch.isfinite(absolute) & torch.isfinite(size)
+            step = g  # B_0⁻¹ = −I
+        else:
+            size = size if self.scale is not None else torch.maximum(size, self.floor)
+            good = self.ledger.accepts(absolute, size)
+            self.ledger.note(t, good, absolute, size)
+            self.residuals.append(self.ledger.residual)
+            step = self._learn(t, g, fz, good, absolute, of_z)
+        step = torch.where(good.unsqueeze(1), step, 0.0).to(self.steps.dtype)
+        self.steps[:, t] = step
+        if t < self.max_steps:
+            moves = self.ledger.active.unsqueeze(1)
+            self.z = torch.where(moves, self.z + step.to(self.z.dtype), self.z)
+        self.last_fz = fz
+
+    def _learn(
+        self, t: int, g: Tensor, fz: Tensor, good: Tensor, absolute: Tensor, of_z: Tensor
+    ) -> Tensor:  # -> (batch, d)
+        """Decide on factor t − 1; the next step."""
+        stored = self.steps[:, :t].to(g.dtype)
+        newest = stored[:, -1]
+        dots = torch.einsum("bjd,bd->bj", stored, g)
+        row = torch.einsum("bjd,bd->bj", stored, newest)
+        self.gram[:, t - 1, :t] = row
+        self.gram[:, :t, t - 1] = row
+        weight = weights(dots, self.gram, self.keep)
+        q = g + torch.einsum("bj,bjd->bd", weight, stored)
+        squared, inner = row[:, -1], torch.linalg.vecdot(newest, q)
+        denominator = squared - inner
+        # As in `Broyden.learn`: s − q is B⁻¹y there, and z has moved by the stored step.
+        eps = torch.finfo(g.dtype).eps
+        sound = denominator.abs() > 1e3 * eps * squared.sqrt() * norm(newest - q)
+        change = norm(fz - self.last_fz - newest)
+        sound &= change > SEEN * self.precision * (of_z + absolute)
+        self.keep[:, t - 1] = good & sound
+        longer = torch.where(self.keep[:, t - 1], squared / denominator, 1.0)
+        return longer.unsqueeze(1) * q
+
+    def settle(self, at: Tensor, last: int) -> tuple[Tensor, ProductInverse]:  # at: (batch,)
+        """z and the inverse as they were at iterate ``at`` of each sample."""
+        z = self.first.clone()
+        for j in range(last):
+            z = torch.where((j < at).unsqueeze(1), z + self.steps[:, j].to(z.dtype), z)
+        place = torch.arange(self.keep.shape[1], device=z.device)
+        keep = self.keep & (place < at.unsqueeze(1))
+        return z, ProductInverse(self.steps[:, : last + 1], self.gram, keep)

@@ -1,0 +1,189 @@
+"""A captured step does what the plain one does; where it cannot be captured it says so."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import gdeq
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Cell(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.inner = gdeq.weight_norm(nn.Linear(width, width))
+        self.dropout = gdeq.VariationalDropout(0.0)
+
+    def forward(self, z, x):
+        return torch.tanh(self.dropout(self.inner(z)) * 0.3 + x)
+
+
+class Training:
+    def __init__(self, device, gradient, solver=None, lr=0.1):
+        torch.manual_seed(0)
+        solver = gdeq.Broyden(6, 0.0) if solver is None else solver
+        self.model = nn.Sequential(
+            nn.Linear(8, 16), gdeq.DEQ(Cell(), solver, gradient), nn.Linear(16, 3)
+        ).to(device)
+        rate = torch.tensor(lr, device=device)
+        self.optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=rate if device.type == "cuda" else lr, momentum=0.9
+        )
+
+    def step(self, x, y):
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss, "residual": self.model[1].solution.residual}
+
+
+def batches(device, count):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        x = torch.randn(12, 8, generator=generator)
+        yield x.to(device), (x[:, 0] > 0).long().to(device)
+
+
+GRADIENTS = [
+    gdeq.GDEQ(),
+    gdeq.GDEQ(refine=2),
+    gdeq.JFB(),
+    gdeq.NPG(),
+    gdeq.Implicit(gdeq.Broyden(10, 1e-5), double_backward=False),
+]
+
+
+@cuda
+@pytest.mark.parametrize("gradient", GRADIENTS, ids=repr)
+@pytest.mark.parametrize("tol", [0.0, 1e-3])
+def test_losses_and_weights_are_those_of_the_plain_step(gradient, tol):
+    device = torch.device("cuda")
+    plain = Training(device, gradient, gdeq.Broyden(6, tol))
+    graph = Training(device, gradient, gdeq.Broyden(6, tol))
+    step = gdeq.capture(graph.step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", gdeq.CaptureWarning)
+        for x, y in batches(device, 8):
+            expected, found = plain.step(x, y), step(x, y)
+            torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                found["residual"], expected["residual"], rtol=1e-2, atol=1e-5
+            )
+    assert step.graph is not None
+    for a, b in zip(plain.model.parameters(), graph.model.parameters(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
+
+
+@cuda
+def test_a_learning_rate_in_a_tensor_can_be_changed_between_calls():
+    device = torch.device("cuda")
+    training = Training(device, gdeq.GDEQ())
+    step = gdeq.capture(training.step)
+    data = list(batches(device, 6))
+    for x, y in data[:5]:
+        step(x, y)
+    training.optimizer.param_groups[0]["lr"].zero_()
+    training.optimizer.param_groups[0]["momentum"] = 0.9  # a number: frozen into the recording
+    for state in training.optimizer.state.values():
+        state["momentum_buffer"].zero_()
+    before = copy.deepcopy(training.model.state_dict())
+    step(*data[5])
+    for name, value in training.model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+@cuda
+def test_results_stay_when_the_next_call_comes():
+    device = torch.device("cuda")
+    step = gdeq.capture(Training(device, gdeq.GDEQ()).step)
+    kept = [step(x, y)["loss"] for x, y in batches(device, 7)]
+    assert len({loss.item() for loss in kept}) == 7
+
+
+@cuda
+def test_other_shapes_run_plain_and_say_so():
+    device = torch.device("cuda")
+    step = gdeq.capture(Training(device, gdeq.GDEQ()).step)
+    for x, y in batches(device, 5):
+        step(x, y)
+    with pytest.warns(gdeq.CaptureWarning, match="another shape"):
+        loss = step(x[:5], y[:5])["loss"]
+    assert loss.isfinite()
+    assert step(x, y)["loss"].isfinite()
+
+
+@cuda
+def test_a_step_that_waits_for_the_device_says_so_and_goes_on():
+    device = torch.device("cuda")
+    training = Training(device, gdeq.GDEQ(tolerance=1e-3))
+    step = gdeq.capture(training.step)
+    data = list(batches(device, 6))
+    for x, y in data[:2]:
+        step(x, y)
+    with pytest.warns(gdeq.CaptureWarning, match="waits for the device, first at .*gradients.py"):
+        step(*data[2])
+    for x, y in data[3:]:
+        assert step(x, y)["loss"].isfinite()
+
+
+@cuda
+def test_a_failed_recording_leaves_everything_usable():
+    """What the look before the recording does not see: an allocation that only the host knows."""
+    calls = []
+
+    def step(x):
+        calls.append(1)
+        if len(calls) == 3:  # the one that is recorded
+            torch.cuda.synchronize()
+        return x * torch.rand_like(x)
+
+    captured = gdeq.capture(step, warmup=2)
+    x = torch.ones(4, device="cuda")
+    captured(x)
+    captured(x)
+    with pytest.warns(gdeq.CaptureWarning, match="could not be recorded"):
+        captured(x)
+    assert captured(x).isfinite().all()
+    assert torch.rand(3, device="cuda").isfinite().all()
+    again = gdeq.capture(lambda x: x * torch.rand_like(x), warmup=2)
+    found = [again(x) for _ in range(4)]
+    assert again.graph is not None
+    assert not torch.equal(found[2], found[3])
+
+
+def test_on_a_cpu_it_is_the_plain_step_with_one_warning():
+    device = torch.device("cpu")
+    plain, other = Training(device, gdeq.GDEQ()), Training(device, gdeq.GDEQ())
+    step = gdeq.capture(other.step)
+    first, *others = batches(device, 5)
+    expected = plain.step(*first)["loss"]
+    with pytest.warns(gdeq.CaptureWarning, match="not on a CUDA device"):
+        found = step(*first)["loss"]
+    assert torch.equal(found, expected)
+    for x, y in others:  # any other warning is an error
+        assert torch.equal(plain.step(x, y)["loss"], step(x, y)["loss"])
+
+
+def test_it_takes_functions_of_tensors():
+    with pytest.raises(TypeError, match="takes a function of tensors, got int"):
+        gdeq.capture(3)
+    with pytest.raises(ValueError, match="warmup must be an integer of at least 2"):
+        gdeq.capture(print, warmup=1)
+    with pytest.raises(TypeError, match="takes tensors alone"):
+        gdeq.capture(print)(3.0)
+
+    @gdeq.capture(warmup=2)
+    def step(x):
+        """Doubles."""
+        return 2 * x
+
+    assert step.__doc__ == "Doubles."
+    with pytest.warns(gdeq.CaptureWarning):
+        assert step(torch.ones(())) == 2

@@ -1,0 +1,228 @@
+"""The product form of Broyden's method, plain and as Triton kernels, against the paper's form.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import gdeq
+from gdeq.kernels import choice
+from gdeq.product import ProductInverse
+from problems import Dense, Image, Multiscale, Named, assert_near, leaves, pack
+
+pytest.importorskip("triton")
+FORMS = ["plain", "triton"]
+# The interpreter divides 0 by 0 aloud.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(params=FORMS)
+def form(request):
+    return request.param
+
+
+def both(form, work):
+    with choice.use("off"):
+        expected = work()
+    with choice.use(form):
+        found = work()
+    return expected, found
+
+
+def assert_same_solution(expected, found, tolerance):
+    for a, b in zip(leaves(expected.z), leaves(found.z), strict=True):
+        assert_near(b, a, tolerance)
+    assert expected.codes.tolist() == found.codes.tolist()
+    assert expected.steps.tolist() == found.steps.tolist()
+    assert expected.evals == found.evals
+    assert expected.trace.shape == found.trace.shape
+
+
+@pytest.mark.parametrize("kind", [Dense, Image, Multiscale, Named])
+@pytest.mark.parametrize("radius", [0.5, 0.9])
+@pytest.mark.parametrize("tol", [0.0, 1e-5])
+def test_iterates_verdicts_and_inverse_are_those_of_the_paper_s_form(form, kind, radius, tol):
+    problem = kind(radius=radius)
+    # Few enough steps that what is compared is not yet the rounding of a solved problem.
+    solver = gdeq.Broyden(14 if tol else 6, tol)
+    expected, found = both(form, lambda: gdeq.solve(problem, problem.z0, solver))
+    assert_same_solution(expected, found, 1e-9)
+    assert_near(found.trace, expected.trace, 1e-8)
+    assert isinstance(found.inverse.vectors, ProductInverse)
+    assert_near(found.inverse.as_matrix(), expected.inverse.as_matrix(), 1e-8)
+    x = torch.randn_like(pack(problem.z0))
+    assert_near(found.inverse.matvec(x), expected.inverse.matvec(x), 1e-9)
+    assert_near(found.inverse.rmatvec(x), expected.inverse.rmatvec(x), 1e-9)
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        gdeq.GDEQ(),
+        gdeq.GDEQ(refine=3),
+        gdeq.GDEQ(tolerance=1e-4),
+        gdeq.Implicit(gdeq.Broyden(20, 1e-10)),
+        gdeq.Implicit(precondition=True),
+        gdeq.JFB(),
+    ],
+    ids=repr,
+)
+def test_gradients_are_those_of_the_paper_s_form(form, gradient):
+    def work():
+        problem = Multiscale(radius=0.7)
+        solution = gdeq.fixed_point(problem, problem.z0, gdeq.Broyden(7, 0.0), gradient)
+        sum((leaf**2).sum() for leaf in leaves(solution.z)).backward()
+        return [p.grad for p in problem.parameters()]
+
+    for expected, found in zip(*both(form, work), strict=True):
+        assert_near(found, expected, 1e-8)
+
+
+class Rows:
+    """One scalar map after another on the samples of a batch, all of one length."""
+
+    def __init__(self, *maps):
+        self.maps = maps
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return torch.stack([m(row) for m, row in zip(self.maps, z, strict=True)])
+
+
+def awkward(dtype):
+    """Solved at the start, converging, f = z + c, NaN after a while, diverging, NaN at once."""
+    maps = Rows(
+        lambda z: z,
+        lambda z: 0.5 * torch.cos(z + torch.arange(5, dtype=z.dtype, device=z.device)),
+        lambda z: z + 1,
+        lambda z: torch.where(z.abs() > 3, torch.nan, 1.7 * z + torch.tanh(z) + 1),
+        lambda z: z**3 * torch.arange(1, 6, dtype=z.dtype, device=z.device) + 2,
+        lambda z: z * torch.nan,
+    )
+    start = torch.linspace(0.1, 0.6, 6, dtype=dtype).unsqueeze(1) * torch.ones(6, 5, dtype=dtype)
+    return maps, start
+
+
+@pytest.mark.parametrize("tol", [0.0, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_every_way_to_end(form, tol, dtype):
+    f, z0 = awkward(dtype)
+    solver = gdeq.Broyden(9, tol)
+    expected, found = both(form, lambda: gdeq.solve(f, z0, solver))
+    sound = [0, 1, 2, 3, 5]  # of the diverging one, rounding decides how it ends
+    assert expected.codes[sound].tolist() == found.codes[sound].tolist()
+    assert expected.steps[sound].tolist() == found.steps[sound].tolist()
+    assert not found.converged[4]
+    sound = [0, 1, 2, 5]
+    eps = torch.finfo(dtype).eps
+    assert_near(found.z[sound], expected.z[sound], 1e3 * eps)
+    assert found.z.isfinite().all()
+    x = torch.randn(6, 5, dtype=dtype)
+    assert found.inverse.matvec(x).isfinite().all()
+    assert found.inverse.rmatvec(x).isfinite().all()
+
+
+def test_a_sample_that_misses_the_tolerance_gets_its_best_iterate_and_that_inverse(form):
+    """The residual of this map goes up again before it is out of steps."""
+    matrix = torch.tensor([[0.0, 4.0], [-4.0, 0.0]], dtype=torch.float64)
+
+    def f(z):
+        return torch.tanh(z @ matrix.T) + torch.tensor([0.3, -0.2], dtype=z.dtype)
+
+    z0 = torch.tensor([[0.1, 0.2], [2.0, -1.0]], dtype=torch.float64)
+    for steps in range(1, 9):
+        solver = gdeq.Broyden(steps, 1e-14)
+        expected, found = both(form, lambda solver=solver: gdeq.solve(f, z0, solver))
+        assert_near(found.z, expected.z, 1e-9)
+        assert_near(found.residual, expected.residual, 1e-9)
+        assert_near(found.inverse.as_matrix(), expected.inverse.as_matrix(), 1e-7)
+
+
+def test_vectors_longer_than_a_chunk_and_parts_that_do_not_fill_one(form):
+    torch.manual_seed(1)
+    matrix = torch.randn(700, 700, dtype=torch.float64) * 0.02
+
+    def f(z):
+        joined = torch.cat([part.flatten(1) for part in z], dim=1)
+        out = torch.tanh(joined[:, :700] @ matrix.T) * 0.9
+        rest = 0.5 * torch.cos(joined[:, 700:])
+        flat = torch.cat([out, rest], dim=1)
+        sizes = [part[0].numel() for part in z]
+        parts = flat.split(sizes, dim=1)
+        return tuple(p.reshape(q.shape) + 0.1 for p, q in zip(parts, z, strict=True))
+
+    shapes = [(700,), (5, 29, 31), (3,)]
+    z0 = tuple(torch.zeros(2, *shape, dtype=torch.float64) for shape in shapes)
+    expected, found = both(form, lambda: gdeq.solve(f, z0, gdeq.Broyden(10, 1e-9)))
+    assert_same_solution(expected, found, 1e-10)
+
+
+def test_a_channels_last_state_is_handed_to_f_as_it_lies(form):
+    seen = []
+    conv = torch.nn.Conv2d(3, 3, 3, padding=1).double()
+    with torch.no_grad():
+        conv.weight.mul_(0.5)
+
+    def f(z):
+        seen.append(all(p.is_contiguous(memory_format=torch.channels_last) for p in z))
+        return tuple(torch.tanh(conv(part)) for part in z)
+
+    z0 = tuple(torch.zeros(2, 3, n, n).double() for n in (4, 2))
+    last = tuple(part.to(memory_format=torch.channels_last) for part in z0)
+    with choice.use("off"), torch.no_grad():
+        expected = gdeq.solve(f, z0, gdeq.Broyden(12, 1e-8))
+    seen.clear()
+    with choice.use(form), torch.no_grad():
+        found = gdeq.solve(f, last, gdeq.Broyden(12, 1e-8))
+    assert all(seen)
+    for a, b in zip(expected.z, found.z, strict=True):
+        assert_near(b, a, 1e-9)
+
+
+def test_half_precision_steps_do_not_spoil_the_gradient(form):
+    """Under bf16 autocast the steps are stored in bf16: as good as the plain form's gradient."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 64)
+    with torch.no_grad():
+        layer.weight.mul_(0.8)
+    x = torch.randn(8, 64)
+
+    def gradient(kernels, autocast):
+        layer.zero_grad()
+        with choice.use(kernels), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            solution = gdeq.fixed_point(
+                lambda z: torch.tanh(layer(z) + x), torch.zeros(8, 64), gdeq.Broyden(9, 0.0)
+            )
+            (solution.z * torch.linspace(-1, 1, 64)).sum().backward()
+        if kernels != "off" and autocast:
+            assert solution.inverse.vectors.steps.dtype == torch.bfloat16
+        return layer.weight.grad.flatten().clone()
+
+    exact = gradient("off", False)
+    plain, found = gradient("off", True), gradient(form, True)
+
+    def angle(a):
+        return 1 - torch.nn.functional.cosine_similarity(a, exact, dim=0)
+
+    assert angle(found) < 2 * angle(plain) + 1e-4
+
+
+def test_where_the_product_form_does_not_apply_the_plain_one_runs(form):
+    problem = Dense()
+    for solver in [
+        gdeq.Broyden(20, memory=3),
+        gdeq.Broyden(20, max_step=0.5),
+        gdeq.Broyden(20, line_search=2),
+        gdeq.Broyden(200),
+    ]:
+        with choice.use(form):
+            found = gdeq.solve(problem, problem.z0, solver)
+        assert not isinstance(found.inverse.vectors, ProductInverse)
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(ValueError, match="kernels are auto, triton, plain, off"), choice.use("gpu"):
+        pass
