@@ -52,7 +52,8 @@ def build_batches(config: Config, dataset: Dataset, process: Process) -> tuple[B
     augment = Augment(
         crop=config.augment.crop, flip=config.augment.flip, cutout=config.augment.cutout
     )
-    size = -(-max(256, config.batch_size) // processes) * processes
+    gpu = process.device.type == "cuda"
+    shared["channels_last"] = gpu  # what its convolutions are fastest with
     try:
         train = Batches(
             dataset.train_x,
@@ -63,8 +64,20 @@ def build_batches(config: Config, dataset: Dataset, process: Process) -> tuple[B
             **shared,
         )
         test = Batches(
-            dataset.test_x, dataset.test_y, size, shuffle=False, drop_last=False, **shared
+            dataset.test_x,
+            dataset.test_y,
+            _test_batch(len(dataset.test_x), config.batch_size, processes),
+            shuffle=False,
+            drop_last=False,
+            **shared,
         )
     except ValueError as problem:
         raise ConfigError(str(problem)) from problem
     return train, test
+
+
+def _test_batch(samples: int, training: int, processes: int) -> int:
+    """At least 256, or as large as in training; if one near that leaves no rest, that one."""
+    least = -(-max(256, training) // processes) * processes
+    whole = [size for size in range(least, 2 * least + 1, processes) if samples % size == 0]
+    return whole[0] if whole else least

@@ -144,6 +144,7 @@ class Config:
     seed: int = 0
     device: str = "auto"  # auto, cpu, cuda
     precision: str = "float32"  # float32, tf32, bf16
+    graph: bool = True  # on a GPU, record a step once and replay it (gdeq.capture)
     pretrain_steps: int = 0  # first so many steps as an unrolled weight-tied network
     pretrain_layers: int = 5  # unrolled that deep
     label_smoothing: float = 0.0
@@ -167,6 +168,7 @@ class Config:
         if self.device not in ("auto", "cpu") and not str(self.device).startswith("cuda"):
             raise ValueError(f"Config.device must be auto, cpu or cuda, got {self.device!r}")
         check_choice(self, "precision", ("float32", "tf32", "bf16"))
+        check_flag(self, "graph")
         check_integer(self, "pretrain_steps", 0)
         check_integer(self, "pretrain_layers", 1)
         check_real(self, "label_smoothing", 0.0, 0.99)

@@ -8,7 +8,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from gdeq import data as datasets
+from gdeq.capture import capture
 from gdeq.gradients import Unrolled
 from gdeq.models.mdeq import MDEQ
 from gdeq.regularize import hold, jacobian_penalty
@@ -61,6 +62,8 @@ class Trainer:
         device = process.device
         self.dataset = datasets.load(config.data, root, device)
         model = build_model(config, self.dataset).to(device)
+        if device.type == "cuda":
+            model = model.to(memory_format=torch.channels_last)
         self.model = share_batch_statistics(model, config, process)
         if process.rank:  # the same weights everywhere, but dropout masks of its own
             torch.manual_seed(config.seed + 1_000_003 * process.rank)
@@ -75,7 +78,8 @@ class Trainer:
         self.step = 0
         self.penalised = False  # whether the step under way has the Jacobian penalty
         self.seconds = 0.0  # spent training, over all pieces of the run
-        self.sums = Sums(device)  # of this epoch
+        self.sums, self.test_sums = Sums(device), Sums(device)  # of this epoch
+        self.recorded: dict[tuple[Any, ...], Callable[..., None]] = {}
         self.saved_at = time.monotonic()
         self.stop = StopRequest(patience=20.0 if process.world_size > 1 else 0.0)
         self.convergence = ConvergenceWatch(config)
@@ -117,7 +121,7 @@ class Trainer:
         """All processes call it, with the same state."""
         self.lock()  # before anything in the folder is touched
         try:
-            self._restore(state)
+            self.take_over(state)
             metrics_size = state["metrics_size"]
         except (KeyError, RuntimeError, ValueError) as problem:
             self.run_lock.release()
@@ -130,7 +134,8 @@ class Trainer:
                 self.progress.say(f"the damaged checkpoint is now {place.name}")
             self.run.cut(metrics_size)
 
-    def _restore(self, state: dict[str, Any]) -> None:
+    def take_over(self, state: dict[str, Any]) -> None:
+        """What a checkpoint holds; the run folder is left alone."""
         self.step, self.seconds = state["step"], state["seconds"]
         self.sums.restore(state, self.process)
         self.model.load_state_dict(state["model"])
@@ -248,8 +253,20 @@ class Trainer:
 
     def one_step(self, images: Tensor, labels: Tensor) -> None:
         self._prepare(self.step)
-        self._compute(images, labels)
+        unrolled = self.model.deq.solver is None
+        self._as_graph(self._compute, unrolled, self.penalised)(images, labels)
         self.step += 1
+
+    def _as_graph(self, work: Callable[..., None], *way: bool) -> Callable[..., None]:
+        """On one GPU, the recording of this work, one for each way that it can go."""
+        if not self.config.graph or self.process.device.type != "cuda":
+            return work
+        if self.process.world_size > 1:  # gradients are exchanged by threads that no graph sees
+            return work
+        key = (work.__name__, *way)
+        if key not in self.recorded:
+            self.recorded[key] = capture(work)
+        return self.recorded[key]
 
     def set_phase(self, step: int) -> None:
         """How the model is solved at this step: unrolled at first, then as configured."""
@@ -354,13 +371,20 @@ class Trainer:
         torch.clear_autocast_cache()
         model.eval()
         model.deq.solver, model.deq.gradient = self.model.deq.solver, self.model.deq.gradient
-        sums = Sums(self.process.device)
+        self.test_sums.clear()
+        unrolled = model.deq.solver is None
         for _, (images, labels) in self.test_batches.epoch():
-            logits = model(images)
-            sums.add(logits, labels, cross_entropy(logits.float(), labels), model)
-        found = sums.read(self.process)
+            whole = len(images) == self.test_batches.batch_size
+            test = self._as_graph(self._test, unrolled) if whole else self._test
+            test(images, labels)
+        found = self.test_sums.read(self.process)
         del found["backward_residual"]  # there was no backward pass
         return found
+
+    def _test(self, images: Tensor, labels: Tensor) -> None:
+        logits = self.evaluated(images)
+        loss = cross_entropy(logits.float(), labels)
+        self.test_sums.add(logits, labels, loss, self.evaluated)
 
     def _finish(self) -> dict[str, Any]:
         if not self.process.first:  # the files are the first one's

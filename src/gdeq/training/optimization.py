@@ -68,3 +68,8 @@ def restore_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
     optimizer.load_state_dict({**saved, "param_groups": options})
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate  # loading made a copy; who reads the tensor of before must not miss it
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                # A fused update goes through the memory of both side by side.
+                kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

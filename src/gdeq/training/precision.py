@@ -17,12 +17,15 @@ def precision(config: Config, device: torch.device) -> Iterator[None]:
     torch.set_float32_matmul_precision("highest" if config.precision == "float32" else "high")
     cudnn = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = config.precision != "float32"
+    tuned = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = device.type == "cuda"  # the shapes stay, so trying pays
     try:
         with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
             yield
     finally:
         torch.set_float32_matmul_precision(before)
         torch.backends.cudnn.allow_tf32 = cudnn
+        torch.backends.cudnn.benchmark = tuned
 
 
 def caution(config: Config, device: torch.device) -> str | None:

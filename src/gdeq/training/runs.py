@@ -69,6 +69,7 @@ def resume(
     try:
         view = progress.choose(me.first)
         trainer = Trainer(config, run, me, view, _text(root))
+        trainer.lock()  # before the newest checkpoint is read: another process may be writing one
         if checkpoint.available(path):
             trainer.restore(checkpoint.latest(path, view.say))
         elif me.first:
@@ -354,7 +355,7 @@ def _forecast_restore(told: Forecast, trainer: Trainer) -> None:
     with told.check():
         state = checkpoint.latest(path, told.lines.append)
         try:
-            trainer._restore(state)  # `restore` would go on to write in the folder
+            trainer.take_over(state)  # `restore` would go on to write in the folder
         except (KeyError, RuntimeError, ValueError) as problem:
             raise checkpoint.CheckpointError(
                 f"the checkpoint of {path} does not fit its config.yaml: {problem}"
