@@ -13,7 +13,7 @@ if not torch.cuda.is_available():  # before Triton is imported
 import pytest
 
 from gdeq import DEQ, JFB, Broyden, hold
-from gdeq.kernels import available, norms
+from gdeq.kernels import available, norms, weights
 from gdeq.models import MDEQCell, MDEQConfig, mdeq_fused
 from gdeq.models.mdeq_config import named
 from gdeq.models.mdeq_fused import Prepared, applies, as_buffer, fused_forward, prepare
@@ -47,6 +47,8 @@ def few_programs(device, monkeypatch):
     if device.type == "cpu":
         for name, tuning in norms.TUNING.items():
             monkeypatch.setitem(norms.TUNING, name, replace(tuning, run_bytes=1 << 20))
+        for name, together in weights.TUNING.items():
+            monkeypatch.setitem(weights.TUNING, name, replace(together, rows=256))
 
 
 def problem(config, size, device, batch=2):
@@ -266,7 +268,7 @@ def test_copies_start_with_nothing_kept(device):
 def test_weights_can_be_taken_over(device):
     _, fused, z, injection = problem(LITTLE, (4, 4), device)
     with torch.no_grad():
-        kept = mdeq_fused._map_tensors(prepare(fused, torch.float32), torch.clone)
+        kept = mdeq_fused._map_parts(prepare(fused, torch.float32), torch.Tensor, torch.clone)
         for parameter in fused.parameters():
             parameter.mul_(1.5)
         kept.copy_(prepare(fused, torch.float32))

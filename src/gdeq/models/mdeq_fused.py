@@ -29,14 +29,17 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv2d, pad
+from torch.nn.functional import conv2d
+from torch.nn.utils import parametrize
 
 from gdeq import kernels
 from gdeq.kernels.norms import Source, block_end, fuse, norm_act
-from gdeq.regularize import Held, VariationalDropout
+from gdeq.kernels.weights import Convolution, Merged, Plans, merge
+from gdeq.regularize import Held, VariationalDropout, _WeightNorm
 
 if TYPE_CHECKING:
     from gdeq.models.mdeq_cell import MDEQCell, MultiscaleState
@@ -100,7 +103,7 @@ class Weights:
     posts: tuple[PostWeights, ...]
 
     def detach(self) -> Weights:
-        return _map_tensors(self, Tensor.detach)
+        return _map_parts(self, Tensor, Tensor.detach)
 
     def tensors(self) -> list[Tensor]:
         found: list[Tensor] = []
@@ -109,7 +112,7 @@ class Weights:
             found.append(tensor)
             return tensor
 
-        _map_tensors(self, note)
+        _map_parts(self, Tensor, note)
         return found
 
     def copy_(self, other: Weights) -> None:
@@ -117,87 +120,92 @@ class Weights:
         torch._foreach_copy_(self.tensors(), other.tensors())
 
 
-def _map_tensors(value: T, change: Callable[[Tensor], Tensor]) -> T:
+def _map_parts(value: T, kind: type, change: Callable[[Any], Any]) -> T:
     result: Any = value
-    if isinstance(value, Tensor):
+    if isinstance(value, kind):
         result = change(value)
     elif isinstance(value, tuple):
-        result = tuple(_map_tensors(part, change) for part in value)
+        result = tuple(_map_parts(part, kind, change) for part in value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        result = type(value)(**{name: _map_tensors(p, change) for name, p in parts.items()})
+        result = type(value)(**{name: _map_parts(p, kind, change) for name, p in parts.items()})
     return result
+
+
+_plans: WeakKeyDictionary[nn.Module, Plans] = WeakKeyDictionary()
 
 
 def prepare(cell: MDEQCell, dtype: torch.dtype) -> Weights:
     """The cell's weights for `evaluate`; differentiable under autograd."""
+    template = _template(cell)
+    wanted: list[Merged] = []
+    _map_parts(template, Merged, wanted.append)
+    found = iter(merge(wanted, dtype, _plans.setdefault(cell, Plans())))
+    return _map_parts(template, Merged, lambda _: next(found))
+
+
+def _template(cell: MDEQCell) -> Weights:
+    """`Weights` with a `Merged` in place of each convolution's tensor."""
     fusions: list[Any] = list(cell.fusions)
     scales = range(len(fusions))
     return Weights(
         blocks=tuple(
-            tuple(_block_weights(block, dtype) for block in scale.blocks)  # type: ignore[union-attr]
+            tuple(_block_weights(block) for block in scale.blocks)  # type: ignore[union-attr]
             for scale in cell.scales
         ),
         downs=tuple(
             tuple(
-                _down_weights(fusions, j, level, dtype)
-                for level in scales
-                if 0 < level < len(scales) - j
+                _down_weights(fusions, j, level) for level in scales if 0 < level < len(scales) - j
             )
             for j in scales
         ),
-        ups=tuple(_up_weights(fusions, j, dtype) if j else None for j in scales),
+        ups=tuple(_up_weights(fusions, j) if j else None for j in scales),
         posts=tuple(
-            PostWeights(_conv_weight([fusion.post], dtype), _norm(fusion.post_norm))
-            for fusion in fusions
+            PostWeights(_merged([fusion.post]), _norm(fusion.post_norm)) for fusion in fusions
         ),
     )
 
 
-def _block_weights(block: Any, dtype: torch.dtype) -> BlockWeights:
+def _block_weights(block: Any) -> BlockWeights:
     return BlockWeights(
-        _conv_weight([block.expand], dtype),
+        _merged([block.expand]),
         _norm(block.expand_norm),
-        _conv_weight([block.reduce], dtype),
+        _merged([block.reduce]),
         _norm(block.reduce_norm),
         _norm(block.sum_norm),
     )
 
 
-def _down_weights(fusions: list[Any], stream: int, level: int, dtype: torch.dtype) -> DownWeights:
+def _down_weights(fusions: list[Any], stream: int, level: int) -> DownWeights:
     at = 3 * (level - 1)  # in Down's sequence of convolution, norm, ReLU, convolution, ...
     paths = [fusion.down[stream] for fusion in fusions[stream + level :]]
     return DownWeights(
-        conv=_conv_weight([path[at] for path in paths], dtype, own_inputs=level > 1),
+        conv=_merged([path[at] for path in paths], own_inputs=level > 1),
         arriving=_norm(paths[0][at + 1]),
         arriving_channels=paths[0][at].out_channels,
         passing=_merged_norm([path[at + 1] for path in paths[1:]]),
     )
 
 
-def _up_weights(fusions: list[Any], stream: int, dtype: torch.dtype) -> UpWeights:
+def _up_weights(fusions: list[Any], stream: int) -> UpWeights:
     paths = [fusion.up[stream - i - 1] for i, fusion in enumerate(fusions[:stream])]
     return UpWeights(
-        _conv_weight([path.conv for path in paths], dtype),
+        _merged([path.conv for path in paths]),
         tuple(_norm(path.norm) for path in paths),
         tuple(path.conv.out_channels for path in paths),
     )
 
 
-def _conv_weight(
-    convs: Sequence[nn.Conv2d], dtype: torch.dtype, own_inputs: bool = False
-) -> Tensor:
-    """One weight for all outputs.  own_inputs: each convolution has channels of its own as input,
-    which lie one after another; else all share theirs."""
-    weights = [conv.weight for conv in convs]
-    if own_inputs:
-        widths = [conv.in_channels for conv in convs]
-        weights = [
-            pad(weight, (0, 0, 0, 0, sum(widths[:i]), sum(widths[i + 1 :])))
-            for i, weight in enumerate(weights)
-        ]
-    joined = weights[0] if len(weights) == 1 else torch.cat(weights)
-    return joined.to(dtype, memory_format=torch.channels_last)
+def _merged(convs: Sequence[nn.Conv2d], own_inputs: bool = False) -> Any:
+    return Merged(tuple(_convolution(conv) for conv in convs), own_inputs)
+
+
+def _convolution(conv: nn.Conv2d) -> Convolution:
+    if parametrize.is_parametrized(conv, "weight"):
+        steps: Any = conv.parametrizations["weight"]  # type: ignore[index]
+        if len(steps) == 1 and isinstance(steps[0], _WeightNorm) and steps[0].dim == 0:
+            return Convolution(steps.original1, steps.original0)
+    return Convolution(conv.weight)
 
 
 def _norm(norm: nn.GroupNorm) -> Norm:
@@ -205,8 +213,8 @@ def _norm(norm: nn.GroupNorm) -> Norm:
 
 
 def _merged_norm(norms: Sequence[nn.GroupNorm]) -> Norm | None:
-    if not norms:
-        return None
+    if len(norms) < 2:
+        return _norm(norms[0]) if norms else None
     return Norm(
         sum(norm.num_groups for norm in norms),
         torch.cat([norm.weight for norm in norms]),

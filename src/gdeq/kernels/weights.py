@@ -1,0 +1,447 @@
+"""All weights of a network's convolutions made ready in one launch: normalised, cast, merged.
+
+Each row, the weights of one output channel, becomes
+
+    w = s v,    s = g / ‖v‖ with weight normalisation, 1 without,
+
+in the compute dtype and in channels-last order.  Rows go into one buffer, of which the merged
+weights are channels-last views:
+
+    shared input    rows of all convolutions one below another
+    own inputs      the same, but each row is as wide as all inputs together, 0 outside its own
+
+Backward, with the gradient e of a row of w:
+
+    dg = v·e / ‖v‖,    dv = s (e − v (v·e) / ‖v‖²).
+
+The kernels find the parameters by their addresses, which a table on the device holds (`Plan`).  It
+is made at the first call and again when a parameter has moved, never while a CUDA graph is
+recorded.  Arithmetic is float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gdeq.kernels import available
+
+try:
+    import triton
+    import triton.language as tl
+
+    jit = triton.jit
+except ImportError:  # the plain functions remain
+
+    def jit(function: Any) -> Any:
+        return function
+
+
+ALIGNMENT = 64  # numbers: cuDNN's fast kernels want each weight to start at a multiple of 16 bytes
+INDEX_LIMIT = 2**31  # offsets within one row are 32-bit integers
+
+
+@dataclass
+class Tuning:
+    """Rows and input channels that a program looks at together; all pixels of the kernel beside."""
+
+    rows: int = 1
+    channels: int = 64
+    warps: int = 4
+
+
+TUNING = {"forward": Tuning(), "backward": Tuning()}
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One convolution's parameters: g and v of a normalised weight, or the weight itself."""
+
+    weight: Tensor  # (outputs, inputs, height, width)
+    gain: Tensor | None = None  # (outputs, 1, 1, 1)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Convolutions that run as one.
+
+    own_inputs: each has channels of its own as input, one after another; else all share theirs.
+    """
+
+    parts: tuple[Convolution, ...]
+    own_inputs: bool = False
+
+
+def merge_plain(merged: Sequence[Merged], dtype: torch.dtype) -> list[Tensor]:
+    """One weight for each entry, (all outputs, inputs, height, width), channels-last."""
+    return [_merge_one(entry, dtype) for entry in merged]
+
+
+def _merge_one(entry: Merged, dtype: torch.dtype) -> Tensor:
+    weights = [_normalised(part) for part in entry.parts]
+    if entry.own_inputs:
+        widths = [weight.shape[1] for weight in weights]
+        weights = [
+            pad(weight, (0, 0, 0, 0, sum(widths[:i]), sum(widths[i + 1 :])))
+            for i, weight in enumerate(weights)
+        ]
+    joined = weights[0] if len(weights) == 1 else torch.cat(weights)
+    return joined.to(dtype, memory_format=torch.channels_last)
+
+
+def _normalised(part: Convolution) -> Tensor:
+    if part.gain is None:
+        return part.weight
+    return part.weight * (part.gain / torch.norm_except_dim(part.weight, 2, 0))
+
+
+# ---- kernels
+
+
+@jit
+def _field(table, index: tl.constexpr, row, count):
+    return tl.load(table + index * count + row, mask=row < count, other=0)
+
+
+@jit
+def _layout(table, row, count):
+    """Of each row: strides of channels and pixels, inputs, inputs of the merged weight, which of
+    them is its first, and the kernel's pixels."""
+    channel_step = _field(table, 4, row, count).to(tl.int32)
+    pixel_step = _field(table, 5, row, count).to(tl.int32)
+    inputs = _field(table, 6, row, count).to(tl.int32)
+    width = _field(table, 7, row, count).to(tl.int32)
+    first = _field(table, 8, row, count).to(tl.int32)
+    pixels = _field(table, 9, row, count).to(tl.int32)
+    return channel_step, pixel_step, inputs, width, first, pixels
+
+
+@jit
+def _each(values):
+    """(rows,) beside pixels and channels."""
+    return values[:, None, None]
+
+
+@jit
+def _merge_kernel(
+    table,
+    count,
+    out,
+    norms,
+    ROWS: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    source = _each(_field(table, 0, row, count).to(tl.pointer_type(tl.float32)))
+    gains = _field(table, 1, row, count)
+    target = _each(out + _field(table, 2, row, count))
+    channel_step, pixel_step, inputs, width, first, pixels = _layout(table, row, count)
+    pixel = tl.arange(0, PIXELS)[None, :, None]
+    inside = pixel < _each(pixels)
+    normalised = gains != 0
+    squares = tl.zeros((ROWS,), tl.float32)
+    if tl.max(normalised.to(tl.int32)) > 0:
+        for start in range(0, tl.max(inputs), CHANNELS):
+            channel = start + tl.arange(0, CHANNELS)[None, None, :]
+            where = source + pixel * _each(pixel_step) + channel * _each(channel_step)
+            v = tl.load(where, mask=inside & (channel < _each(inputs)), other=0.0)
+            squares += tl.sum(tl.sum(v * v, axis=2), axis=1)
+    norm = tl.where(normalised, tl.sqrt(squares), 1.0)
+    g = tl.load(gains.to(tl.pointer_type(tl.float32)), mask=normalised, other=1.0)
+    scale = g / norm  # 1 where there is neither
+    tl.store(norms + row, norm, mask=row < count)
+    for start in range(0, tl.max(width), CHANNELS):
+        column = start + tl.arange(0, CHANNELS)[None, None, :]
+        channel = column - _each(first)
+        where = source + pixel * _each(pixel_step) + channel * _each(channel_step)
+        own = (channel >= 0) & (channel < _each(inputs))
+        v = tl.load(where, mask=inside & own, other=0.0)
+        value = tl.where(own, v * _each(scale), 0.0)  # a scale may be infinite
+        place = target + pixel * _each(width) + column
+        tl.store(place, value.to(out.dtype.element_ty), mask=inside & (column < _each(width)))
+
+
+@jit
+def _merge_backward_kernel(
+    table,
+    count,
+    incoming,
+    norms,
+    dweights,
+    dgains,
+    ROWS: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    source = _each(_field(table, 0, row, count).to(tl.pointer_type(tl.float32)))
+    gains = _field(table, 1, row, count)
+    e_row = _each(incoming + _field(table, 2, row, count))
+    target = _each(dweights + _field(table, 3, row, count))
+    channel_step, pixel_step, inputs, width, first, pixels = _layout(table, row, count)
+    pixel = tl.arange(0, PIXELS)[None, :, None]
+    inside = pixel < _each(pixels)
+    normalised = gains != 0
+    along = tl.zeros((ROWS,), tl.float32)
+    if tl.max(normalised.to(tl.int32)) > 0:
+        for start in range(0, tl.max(inputs), CHANNELS):
+            channel = start + tl.arange(0, CHANNELS)[None, None, :]
+            mask = inside & (channel < _each(inputs))
+            where = pixel * _each(pixel_step) + channel * _each(channel_step)
+            v = tl.load(source + where, mask=mask & _each(normalised), other=0.0)
+            place = e_row + pixel * _each(width) + channel + _each(first)
+            e = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+            along += tl.sum(tl.sum(v * e, axis=2), axis=1)
+    norm = tl.load(norms + row, mask=normalised, other=1.0)
+    g = tl.load(gains.to(tl.pointer_type(tl.float32)), mask=normalised, other=1.0)
+    tl.store(dgains + row, along / norm, mask=normalised)
+    scale = g / norm  # 1 where there is neither
+    back = along / (norm * norm)
+    for start in range(0, tl.max(inputs), CHANNELS):
+        channel = start + tl.arange(0, CHANNELS)[None, None, :]
+        mask = inside & (channel < _each(inputs))
+        where = pixel * _each(pixel_step) + channel * _each(channel_step)
+        v = tl.load(source + where, mask=mask & _each(normalised), other=0.0)
+        place = e_row + pixel * _each(width) + channel + _each(first)
+        e = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(target + where, _each(scale) * (e - v * _each(back)), mask=mask)
+
+
+# ---- where everything lies
+
+
+def _steps(weight: Tensor) -> tuple[int, int]:
+    """Strides of channels and of pixels, in contiguous or channels-last memory."""
+    _, inputs, height, width = weight.shape
+    _, channel, row, column = weight.stride()
+    pixel = column if width > 1 else row if height > 1 else 0
+    return (channel if inputs > 1 else 0), pixel
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _address(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
+    return tuple((tensor.data_ptr(), tensor.stride()) for tensor in tensors)
+
+
+class Plan:
+    """Where the rows of all parameters lie, and where those of the merged weights go."""
+
+    def __init__(self, merged: Sequence[Merged], device: torch.device) -> None:
+        self.views: list[tuple[int, tuple[int, int, int, int]]] = []  # start, shape in memory
+        self.starts: list[int] = []  # of each part's gradient
+        self.first_rows: list[int] = []  # of each part
+        self.pixels = 1
+        self.captured = False  # a CUDA graph reads the table, so it must stay
+        blocks: list[Tensor] = []
+        out_size = grad_size = rows = 0
+        for entry in merged:
+            height, width = entry.parts[0].weight.shape[2:]
+            pixels = int(height * width)
+            counts = [part.weight.shape[1] for part in entry.parts]
+            inputs = sum(counts) if entry.own_inputs else counts[0]
+            outputs = sum(len(part.weight) for part in entry.parts)
+            self.views.append((out_size, (outputs, height, width, inputs)))
+            self.pixels = max(self.pixels, pixels)
+            above = 0
+            for i, part in enumerate(entry.parts):
+                weight, gain = part.weight, part.gain
+                index = torch.arange(len(weight))
+                block = torch.zeros(10, len(weight), dtype=torch.int64)
+                block[0] = weight.data_ptr() + 4 * index * weight.stride(0)
+                if gain is not None:
+                    block[1] = gain.data_ptr() + 4 * index * gain.stride(0)
+                block[2] = out_size + (above + index) * pixels * inputs
+                block[3] = grad_size + index * weight.stride(0)
+                block[4], block[5] = _steps(weight)
+                block[6], block[7] = weight.shape[1], inputs
+                block[8] = sum(counts[:i]) if entry.own_inputs else 0
+                block[9] = pixels
+                blocks.append(block)
+                self.starts.append(grad_size)
+                self.first_rows.append(rows)
+                grad_size += _aligned(weight.numel())
+                rows += len(weight)
+                above += len(weight)
+            out_size += _aligned(outputs * pixels * inputs)
+        self.rows, self.out_size, self.grad_size = rows, out_size, grad_size
+        table = torch.cat(blocks, dim=1)
+        if device.type == "cuda":  # pinned: a copy that waits could not be near a recording
+            table = table.pin_memory().to(device, non_blocking=True)
+        self.table = table
+
+    def outputs(self, buffer: Tensor) -> list[Tensor]:
+        found = []
+        for start, shape in self.views:
+            size = torch.Size(shape).numel()
+            found.append(buffer[start : start + size].view(shape).permute(0, 3, 1, 2))
+        return found
+
+
+class Plans:
+    """The tables of one network.  Those that a CUDA graph reads are kept as long as this is."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Plan] = {}
+
+    def find(self, merged: Sequence[Merged], tensors: Sequence[Tensor]) -> Plan:
+        device = tensors[0].device
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        form = tuple((len(entry.parts), entry.own_inputs) for entry in merged)
+        key = (device, form, _address(tensors))
+        plan = self._known.get(key)
+        if plan is None:
+            if capturing:
+                raise RuntimeError(
+                    "a parameter has moved in memory since the last step (or there was none), and "
+                    "its address cannot be taken while a CUDA graph is recorded: run the step once "
+                    "before, and do not move or replace parameters in it"
+                )
+            self._known = {k: p for k, p in self._known.items() if p.captured}
+            plan = self._known[key] = Plan(merged, device)
+        plan.captured |= capturing
+        return plan
+
+
+# ---- as a function
+
+
+def _inputs(merged: Sequence[Merged]) -> list[Tensor]:
+    return [
+        tensor
+        for entry in merged
+        for part in entry.parts
+        for tensor in (part.weight, part.gain)
+        if tensor is not None
+    ]
+
+
+def _runs(tensors: Sequence[Tensor]) -> bool:
+    """Leaves alone: what is computed anew at each call lies elsewhere each time."""
+    device = tensors[0].device
+    return available(device) and all(
+        tensor.dtype == torch.float32
+        and tensor.device == device
+        and tensor.is_leaf
+        and 0 < tensor.numel() < INDEX_LIMIT
+        and (tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last))
+        for tensor in tensors
+    )
+
+
+def merge(merged: Sequence[Merged], dtype: torch.dtype, plans: Plans | None = None) -> list[Tensor]:
+    """`merge_plain` in one launch, and backward in one and a copy.
+
+    The results are views of one buffer.  plans: keeps the addresses of the parameters; without it
+    they are collected at each call.
+    """
+    tensors = _inputs(merged)
+    if not tensors or not _runs(tensors):
+        return merge_plain(merged, dtype)
+    plan = (plans or Plans()).find(merged, tensors)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return list(_Merge.apply(plan, merged, dtype, *tensors))
+    return plan.outputs(_launch(plan, dtype)[0])
+
+
+def _launch(plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    device = plan.table.device
+    buffer = torch.empty(plan.out_size, dtype=dtype, device=device)
+    norms = torch.empty(plan.rows, dtype=torch.float32, device=device)
+    tuning = TUNING["forward"]
+    with _on_device(device):
+        _merge_kernel[(triton.cdiv(plan.rows, tuning.rows),)](
+            plan.table,
+            plan.rows,
+            buffer,
+            norms,
+            ROWS=tuning.rows,
+            PIXELS=triton.next_power_of_2(plan.pixels),
+            CHANNELS=tuning.channels,
+            num_warps=tuning.warps,
+        )
+    return buffer, norms
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, merged: Sequence[Merged], dtype: torch.dtype, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        buffer, norms = _launch(plan, dtype)
+        ctx.save_for_backward(norms, *tensors)
+        # Without the tensors: they would be kept beyond the graph's own release.
+        ctx.plan, ctx.dtype = plan, dtype
+        ctx.form = [([part.gain is not None for part in e.parts], e.own_inputs) for e in merged]
+        return tuple(plan.outputs(buffer))
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
+        norms, *tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3:]
+        if torch.is_grad_enabled():  # second derivatives are wanted: PyTorch has them
+            return None, None, None, *_differentiable(ctx, tensors, wanted, incoming)
+        plan: Plan = ctx.plan
+        device = plan.table.device
+        gathered = torch.empty(plan.out_size, dtype=ctx.dtype, device=device)
+        starts = [start for start, _ in plan.views]
+        places = [gathered[a : a + e.numel()] for a, e in zip(starts, incoming, strict=True)]
+        torch._foreach_copy_(places, [e.permute(0, 2, 3, 1).reshape(-1) for e in incoming])
+        dweights = torch.empty(plan.grad_size, dtype=torch.float32, device=device)
+        dgains = torch.empty(plan.rows, dtype=torch.float32, device=device)
+        tuning = TUNING["backward"]
+        with _on_device(device):
+            _merge_backward_kernel[(triton.cdiv(plan.rows, tuning.rows),)](
+                plan.table,
+                plan.rows,
+                gathered,
+                norms,
+                dweights,
+                dgains,
+                ROWS=tuning.rows,
+                PIXELS=triton.next_power_of_2(plan.pixels),
+                CHANNELS=tuning.channels,
+                num_warps=tuning.warps,
+            )
+        found: list[Tensor | None] = []
+        rest = iter(zip(tensors, wanted, strict=True))
+        gains = [gain for parts, _ in ctx.form for gain in parts]
+        for start, row, gain in zip(plan.starts, plan.first_rows, gains, strict=True):
+            weight, asked = next(rest)
+            shape, strides = weight.shape, weight.stride()
+            found.append(dweights.as_strided(shape, strides, start) if asked else None)
+            if gain:
+                parameter, asked = next(rest)
+                dgain = dgains[row : row + len(weight)]
+                found.append(dgain.view(parameter.shape) if asked else None)
+        return None, None, None, *found
+
+
+def _differentiable(
+    ctx: Any, tensors: Sequence[Tensor], wanted: Sequence[bool], incoming: Sequence[Tensor]
+) -> list[Tensor | None]:
+    rest = iter(tensors)
+    merged = [
+        Merged(tuple(Convolution(next(rest), next(rest) if g else None) for g in gains), own)
+        for gains, own in ctx.form
+    ]
+    targets = [tensor for tensor, asked in zip(tensors, wanted, strict=True) if asked]
+    results = merge_plain(merged, ctx.dtype)
+    found = iter(torch.autograd.grad(results, targets, incoming, create_graph=True))
+    return [next(found) if asked else None for asked in wanted]
+
+
+def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return contextlib.nullcontext()
