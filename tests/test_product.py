@@ -16,6 +16,7 @@ from problems import Dense, Image, Multiscale, Named, assert_near, leaves, pack
 
 pytest.importorskip("triton")
 FORMS = ["plain", "triton"]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter divides 0 by 0 aloud.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -46,7 +47,7 @@ def assert_same_solution(expected, found, tolerance):
 @pytest.mark.parametrize("radius", [0.5, 0.9])
 @pytest.mark.parametrize("tol", [0.0, 1e-5])
 def test_iterates_verdicts_and_inverse_are_those_of_the_paper_s_form(form, kind, radius, tol):
-    problem = kind(radius=radius)
+    problem = kind(radius=radius).to(DEVICE)
     # Few enough steps that what is compared is not yet the rounding of a solved problem.
     solver = gdeq.Broyden(14 if tol else 6, tol)
     expected, found = both(form, lambda: gdeq.solve(problem, problem.z0, solver))
@@ -73,7 +74,7 @@ def test_iterates_verdicts_and_inverse_are_those_of_the_paper_s_form(form, kind,
 )
 def test_gradients_are_those_of_the_paper_s_form(form, gradient):
     def work():
-        problem = Multiscale(radius=0.7)
+        problem = Multiscale(radius=0.7).to(DEVICE)
         solution = gdeq.fixed_point(problem, problem.z0, gdeq.Broyden(7, 0.0), gradient)
         sum((leaf**2).sum() for leaf in leaves(solution.z)).backward()
         return [p.grad for p in problem.parameters()]
@@ -103,7 +104,7 @@ def awkward(dtype):
         lambda z: z * torch.nan,
     )
     start = torch.linspace(0.1, 0.6, 6, dtype=dtype).unsqueeze(1) * torch.ones(6, 5, dtype=dtype)
-    return maps, start
+    return maps, start.to(DEVICE)
 
 
 @pytest.mark.parametrize("tol", [0.0, 1e-6])
@@ -120,19 +121,19 @@ def test_every_way_to_end(form, tol, dtype):
     eps = torch.finfo(dtype).eps
     assert_near(found.z[sound], expected.z[sound], 1e3 * eps)
     assert found.z.isfinite().all()
-    x = torch.randn(6, 5, dtype=dtype)
+    x = torch.randn(6, 5, dtype=dtype, device=DEVICE)
     assert found.inverse.matvec(x).isfinite().all()
     assert found.inverse.rmatvec(x).isfinite().all()
 
 
 def test_a_sample_that_misses_the_tolerance_gets_its_best_iterate_and_that_inverse(form):
     """The residual of this map goes up again before it is out of steps."""
-    matrix = torch.tensor([[0.0, 4.0], [-4.0, 0.0]], dtype=torch.float64)
+    matrix = torch.tensor([[0.0, 4.0], [-4.0, 0.0]], dtype=torch.float64, device=DEVICE)
 
     def f(z):
-        return torch.tanh(z @ matrix.T) + torch.tensor([0.3, -0.2], dtype=z.dtype)
+        return torch.tanh(z @ matrix.T) + torch.tensor([0.3, -0.2], dtype=z.dtype, device=DEVICE)
 
-    z0 = torch.tensor([[0.1, 0.2], [2.0, -1.0]], dtype=torch.float64)
+    z0 = torch.tensor([[0.1, 0.2], [2.0, -1.0]], dtype=torch.float64, device=DEVICE)
     for steps in range(1, 9):
         solver = gdeq.Broyden(steps, 1e-14)
         expected, found = both(form, lambda solver=solver: gdeq.solve(f, z0, solver))
@@ -143,7 +144,7 @@ def test_a_sample_that_misses_the_tolerance_gets_its_best_iterate_and_that_inver
 
 def test_vectors_longer_than_a_chunk_and_parts_that_do_not_fill_one(form):
     torch.manual_seed(1)
-    matrix = torch.randn(700, 700, dtype=torch.float64) * 0.02
+    matrix = torch.randn(700, 700, dtype=torch.float64, device=DEVICE) * 0.02
 
     def f(z):
         joined = torch.cat([part.flatten(1) for part in z], dim=1)
@@ -155,14 +156,14 @@ def test_vectors_longer_than_a_chunk_and_parts_that_do_not_fill_one(form):
         return tuple(p.reshape(q.shape) + 0.1 for p, q in zip(parts, z, strict=True))
 
     shapes = [(700,), (5, 29, 31), (3,)]
-    z0 = tuple(torch.zeros(2, *shape, dtype=torch.float64) for shape in shapes)
+    z0 = tuple(torch.zeros(2, *shape, dtype=torch.float64, device=DEVICE) for shape in shapes)
     expected, found = both(form, lambda: gdeq.solve(f, z0, gdeq.Broyden(10, 1e-9)))
     assert_same_solution(expected, found, 1e-10)
 
 
 def test_a_channels_last_state_is_handed_to_f_as_it_lies(form):
     seen = []
-    conv = torch.nn.Conv2d(3, 3, 3, padding=1).double()
+    conv = torch.nn.Conv2d(3, 3, 3, padding=1).double().to(DEVICE)
     with torch.no_grad():
         conv.weight.mul_(0.5)
 
@@ -170,7 +171,7 @@ def test_a_channels_last_state_is_handed_to_f_as_it_lies(form):
         seen.append(all(p.is_contiguous(memory_format=torch.channels_last) for p in z))
         return tuple(torch.tanh(conv(part)) for part in z)
 
-    z0 = tuple(torch.zeros(2, 3, n, n).double() for n in (4, 2))
+    z0 = tuple(torch.zeros(2, 3, n, n).double().to(DEVICE) for n in (4, 2))
     last = tuple(part.to(memory_format=torch.channels_last) for part in z0)
     with choice.use("off"), torch.no_grad():
         expected = gdeq.solve(f, z0, gdeq.Broyden(12, 1e-8))
@@ -185,18 +186,18 @@ def test_a_channels_last_state_is_handed_to_f_as_it_lies(form):
 def test_half_precision_steps_do_not_spoil_the_gradient(form):
     """Under bf16 autocast the steps are stored in bf16: as good as the plain form's gradient."""
     torch.manual_seed(0)
-    layer = torch.nn.Linear(64, 64)
+    layer = torch.nn.Linear(64, 64).to(DEVICE)
     with torch.no_grad():
         layer.weight.mul_(0.8)
-    x = torch.randn(8, 64)
+    x = torch.randn(8, 64, device=DEVICE)
 
     def gradient(kernels, autocast):
         layer.zero_grad()
-        with choice.use(kernels), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with choice.use(kernels), torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
             solution = gdeq.fixed_point(
-                lambda z: torch.tanh(layer(z) + x), torch.zeros(8, 64), gdeq.Broyden(9, 0.0)
+                lambda z: torch.tanh(layer(z) + x), torch.zeros_like(x), gdeq.Broyden(9, 0.0)
             )
-            (solution.z * torch.linspace(-1, 1, 64)).sum().backward()
+            (solution.z * torch.linspace(-1, 1, 64, device=DEVICE)).sum().backward()
         if kernels != "off" and autocast:
             assert solution.inverse.vectors.steps.dtype == torch.bfloat16
         return layer.weight.grad.flatten().clone()
@@ -211,7 +212,7 @@ def test_half_precision_steps_do_not_spoil_the_gradient(form):
 
 
 def test_where_the_product_form_does_not_apply_the_plain_one_runs(form):
-    problem = Dense()
+    problem = Dense().to(DEVICE)
     for solver in [
         gdeq.Broyden(20, memory=3),
         gdeq.Broyden(20, max_step=0.5),

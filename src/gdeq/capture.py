@@ -24,6 +24,7 @@ tensors.  Inside a graph a solver cannot look whether all samples are done: it g
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import warnings
@@ -33,10 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdeq.recording import rehearsal
+
 ADVICE = (
     "A step must not read values from the device (.item(), bool(tensor), printing a tensor) nor "
     "change sizes; of the gradients, GDEQ(tolerance=...) and Implicit(double_backward=True) read "
-    "values, GDEQ(refine=...) and Implicit(double_backward=False) do not"
+    "values, GDEQ(refine=...) and Implicit(double_backward=False) do not; optimisers want "
+    "fused=True or capturable=True, and a learning rate that changes in a tensor"
 )
 
 
@@ -117,7 +121,8 @@ class Captured:
             warnings.simplefilter("always")
             try:
                 torch.cuda.set_sync_debug_mode("warn" if listen else before)
-                outputs = self.step(*inputs)
+                with rehearsal() if listen else contextlib.nullcontext():
+                    outputs = self.step(*inputs)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
         here.wait_stream(aside)
@@ -134,6 +139,9 @@ class Captured:
         self.inputs = tuple(x.clone() for x in inputs)
         gc.collect()
         torch.cuda.synchronize()
+        # Autocast's copies of the weights are made once for all that follows.  One from before the
+        # recording would be played again for ever, one from within it would be used outside.
+        torch.clear_autocast_cache()
         graph = torch.cuda.CUDAGraph()
         try:
             # The backward pass runs in threads of its own: only this thread's mistakes count.
@@ -144,6 +152,8 @@ class Captured:
             first = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
             self._give_up(f"it could not be recorded ({first}).  {ADVICE}")
             return False
+        finally:
+            torch.clear_autocast_cache()
         self.graph = graph
         return True
 

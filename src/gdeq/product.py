@@ -38,6 +38,7 @@ from torch import Tensor
 from gdeq.kernels import choice
 from gdeq.ledger import Ledger
 from gdeq.operators import Inverse, norm, safe_norms
+from gdeq.recording import recording
 from gdeq.solvers.base import SEEN, Solver
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import Vectorized, VectorMap
@@ -151,7 +152,7 @@ def iterate(
         kind = fused.Sweep
     sweep = kind(z, sizes, dtype, solver, precision, max_steps, scale)
     # A captured graph cannot look; there frozen samples are carried along to the last step.
-    looks = solver.tol > 0 and not (z.is_cuda and torch.cuda.is_current_stream_capturing())
+    looks = solver.tol > 0 and not recording(z.device)
     step = 0
     for step in range(max_steps + 1):
         if isinstance(f, VectorMap) and in_parts:

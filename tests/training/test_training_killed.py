@@ -218,7 +218,7 @@ def test_the_lock_is_free_after_the_end_and_after_a_failure(tmp_path, few_images
     config = configs.load("digits", [*RICH, "epochs=1"])
     runs.train(tmp_path / "run", config)
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Trainer, "_restore", lambda self, state: state["nothing"])
+        patch.setattr(loop.Trainer, "take_over", lambda self, state: state["nothing"])
         with pytest.raises(checkpoint.CheckpointError) as failure:
             runs.resume(tmp_path / "run", overrides=["epochs=2"])
     assert lock.RunLock().take(tmp_path / "run") is None

@@ -23,6 +23,8 @@ def triton_is_there() -> bool:
 
 def available(device: torch.device) -> bool:
     """Whether Triton kernels run on this device; on a CPU that is its interpreter alone."""
+    if _choice[-1] == "off":
+        return False
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return triton_is_there() and (device.type == "cuda" or interpreted)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gdeq.ledger import Ledger
 from gdeq.product import ProductInverse, store_dtype
+from gdeq.recording import recording
 from gdeq.solution import Status
 from gdeq.solvers.base import SEEN, Solver
 
@@ -448,7 +449,7 @@ class Sweep:
             rows = z.to(dtype).split(sizes, dim=1)
             self.parts = torch.cat([row.reshape(-1) for row in rows])
         # In a captured graph, or with tol=0, all places will be used; else the store grows.
-        whole = solver.tol == 0 or (z.is_cuda and torch.cuda.is_current_stream_capturing())
+        whole = solver.tol == 0 or recording(device)
         self.steps = z.new_empty(
             batch,
             max_steps + 1 if whole else min(max_steps + 1, 8),

@@ -382,6 +382,7 @@ class Trainer:
         return found
 
     def _test(self, images: Tensor, labels: Tensor) -> None:
+        torch.clear_autocast_cache()  # or a recording would keep what the first batches left there
         logits = self.evaluated(images)
         loss = cross_entropy(logits.float(), labels)
         self.test_sums.add(logits, labels, loss, self.evaluated)
