@@ -22,6 +22,7 @@ from gdeq.kernels.norms import (
     fuse_plain,
     norm_act,
     norm_act_plain,
+    per_sample,
 )
 
 # batch, channels, groups, height, width
@@ -209,6 +210,43 @@ def test_second_derivatives(device):
             close(a, b, tolerance=1e-4)
 
 
+# ---- scale and shift for each sample
+
+
+@pytest.mark.parametrize("spread", [False, True], ids=["own", "shared"])
+def test_scale_and_shift_for_each_sample(spread, tile, device):
+    x = channels_last(3, 6, 4, 3, device=device).requires_grad_()
+    weight, bias = (torch.randn(3, 6, device=device).requires_grad_() for _ in range(2))
+    if spread:  # all samples in the same memory
+        weight, bias = (t.detach()[0].expand(3, 6).requires_grad_() for t in (weight, bias))
+    direction = torch.randn(3, 6, 4, 3, device=device)
+    unit = exact_norm(x, 3, None, None)
+    exact = (unit * weight[..., None, None].double() + bias[..., None, None]).relu()
+    expected = torch.autograd.grad(exact, (x, weight, bias), direction.double())
+    for function in (norm_act, norm_act_plain):
+        y = function(x, 3, weight, bias, relu=True)
+        close(y.detach(), exact.detach())
+        for a, b in zip(
+            torch.autograd.grad(y, (x, weight, bias), direction), expected, strict=True
+        ):
+            close(a, b)
+
+
+def test_per_sample_sums_over_the_batch(device):
+    vectors = [torch.randn(n, device=device, requires_grad=True) for n in (3, 5, 1)]
+    spread = per_sample(vectors, 4)
+    assert [tuple(s.shape) for s in spread] == [(4, 3), (4, 5), (4, 1)]
+    assert all(s.data_ptr() == v.data_ptr() for s, v in zip(spread, vectors, strict=True))
+    directions = [torch.randn_like(s) for s in spread]
+    found = torch.autograd.grad(spread, vectors, directions)
+    for a, b in zip(found, directions, strict=True):
+        close(a, b.sum(0))
+    vectors[1].requires_grad_(False)
+    sum(s.sum() for s in per_sample(vectors, 2)).backward()
+    assert vectors[1].grad is None
+    assert bool((vectors[0].grad == 2).all())
+
+
 # ---- block_end
 
 
@@ -235,6 +273,57 @@ def test_block_end(shape, dropout, injected, tile, device):
         composed = block_end(y.requires_grad_(), mask, given, z, *first, *second, groups)
     assert composed.requires_grad
     close(composed.detach(), exact, tolerance)
+
+
+@pytest.mark.parametrize(("dropout", "injected"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each sample"])
+@pytest.mark.parametrize("shape", SHAPES[:4])
+def test_block_end_gradients(shape, each, dropout, injected, tile, device):
+    batch, channels, groups, height, width = shape
+    y, injection, z = (
+        channels_last(batch, channels, height, width, device=device).requires_grad_()
+        for _ in range(3)
+    )
+    mask = (torch.rand(batch, channels, device=device) > 0.3) * 1.5 if dropout else None
+    size = (batch, channels) if each else (channels,)
+    vectors = [torch.randn(size, device=device).requires_grad_() for _ in range(4)]
+    direction = torch.randn(batch, channels, height, width, device=device)
+    given = injection if injected else None
+    inputs = [t for t in (y, given, z, *vectors) if t is not None]
+    found = torch.autograd.grad(
+        block_end(y, mask, given, z, *vectors, groups), inputs, direction, retain_graph=True
+    )
+    wide = [None if t is None else t.double() for t in (y, mask, given, z, *vectors)]
+    exact = block_end_plain(*wide, groups)
+    expected = torch.autograd.grad(exact, inputs, direction.double())
+    for a, b, leaf in zip(found, expected, inputs, strict=True):
+        assert a.shape == leaf.shape
+        close(a, b, 1e-4)
+    again = torch.autograd.grad(block_end(y, mask, given, z, *vectors, groups), inputs, direction)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+
+
+def test_block_end_gradients_of_some_and_twice(device):
+    y, z = (channels_last(2, 6, 3, 4, device=device) for _ in range(2))
+    norm = affine(6, device)
+    y.requires_grad_()
+    direction = torch.randn_like(y)
+    results = []
+    for function in (block_end, block_end_plain):
+        (first,) = torch.autograd.grad(
+            function(y, None, None, z, *norm, *norm, 3), y, direction, create_graph=True
+        )
+        results.append([first, *torch.autograd.grad(first.square().sum(), y)])
+        (alone,) = torch.autograd.grad(function(y, None, None, z, *norm, *norm, 3), y, direction)
+        close(alone, first)
+    for a, b in zip(*results, strict=True):
+        close(a, b, 1e-4)
+    mask = torch.rand(2, 6, device=device, requires_grad=True)
+    (found,) = torch.autograd.grad(block_end(y, mask, None, z, *norm, *norm, 3).sin().sum(), mask)
+    plain = block_end_plain(y, mask, None, z, *norm, *norm, 3).sin().sum()
+    close(found, torch.autograd.grad(plain, mask)[0], 1e-4)
+    with pytest.raises(ValueError, match="gradients"):
+        block_end(y, None, None, z, *norm, *norm, 3, out=torch.empty_like(z))
 
 
 def test_block_end_mixes_precisions(device):
@@ -280,6 +369,59 @@ def test_fuse(levels, size, tile, device):
     close(found, exact)
     close(fuse_plain(own, sources, 4), exact)
     close(fuse(own.requires_grad_(), sources, 4).detach(), exact)
+
+
+@pytest.mark.parametrize("levels", [(1,), (0, 0), (1, 2, 3), (0, 1), (0, 0, 1, 2)])
+@pytest.mark.parametrize("size", [(7, 5), (1, 6)])
+@pytest.mark.parametrize("relu", [True, False])
+def test_fuse_gradients(levels, size, relu, tile, device):
+    own = channels_last(2, 12, *size, device=device).requires_grad_()
+    sources = [
+        replace(s, raw=s.raw.requires_grad_(), weight=s.weight.requires_grad_(),
+                bias=s.bias.requires_grad_())
+        for s in sources_of(levels, 12, *size, device)
+    ]  # fmt: skip
+    inputs = [own, *(t for s in sources for t in (s.raw, s.weight, s.bias))]
+    direction = torch.randn(2, 12, *size, device=device)
+    found = torch.autograd.grad(fuse(own, sources, 4, relu=relu), inputs, direction)
+    wide = [Source(s.raw.double(), s.weight.double(), s.bias.double(), s.levels) for s in sources]
+    exact = fuse_plain(own.double(), wide, 4, relu=relu)
+    expected = torch.autograd.grad(exact, inputs, direction.double())
+    for a, b in zip(found, expected, strict=True):
+        close(a, b, 1e-4)
+
+
+def test_fuse_without_own_and_without_scale(tile, device):
+    size = (3, 4)
+    one, other = (s.raw.requires_grad_() for s in sources_of((0, 0), 12, *size, device))
+    weight, bias = (torch.randn(2, 12, device=device).requires_grad_() for _ in range(2))
+    sources = [Source(one, weight, bias), Source(other, None, None)]
+    exact = exact_norm(one, 4, None, None) * weight[..., None, None] + bias[..., None, None]
+    exact = (exact + exact_norm(other, 4, None, None)).relu()
+    direction = torch.randn(2, 12, *size, device=device)
+    inputs = (one, other, weight, bias)
+    expected = torch.autograd.grad(exact, inputs, direction.double())
+    for function in (fuse, fuse_plain):
+        with torch.no_grad():
+            close(function(None, sources, 4), exact)
+        found = torch.autograd.grad(function(None, sources, 4), inputs, direction)
+        for a, b in zip(found, expected, strict=True):
+            close(a, b, 1e-4)
+
+
+def test_fuse_gradients_of_some_and_twice(device):
+    own = channels_last(2, 12, 4, 3, device=device)
+    sources = sources_of((0, 1), 12, 4, 3, device)
+    raw = sources[1].raw.requires_grad_()
+    results = []
+    for function in (fuse, fuse_plain):
+        y = function(own, sources, 4)
+        (first,) = torch.autograd.grad(y, raw, torch.ones_like(y), create_graph=True)
+        results.append([first, *torch.autograd.grad(first.square().sum(), raw)])
+    for a, b in zip(*results, strict=True):
+        close(a, b, 1e-4)
+    with pytest.raises(ValueError, match="gradients"):
+        fuse(own, sources, 4, out=torch.empty_like(own))
 
 
 def test_fuse_of_nothing_and_without_relu(device):

@@ -335,3 +335,53 @@ def test_streams_and_graphs_change_nothing():
             graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("captured", [False, True])
+def test_streams_and_graphs_change_no_gradient(captured, monkeypatch):
+    """Memory of one stream that another still reads would show after some repetitions."""
+    device = torch.device("cuda")
+    config = replace(named("large"), dropout=0.3)
+    _, fused, z, injection = problem(config, (32, 32), device, 16)
+    z = tuple(part.requires_grad_() for part in z)
+    injection.requires_grad_()
+    directions = [torch.randn_like(part) for part in z]
+    leaves = [*z, injection, *fused.parameters()]
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            out = fused(z, injection)
+        return torch.autograd.grad(out, leaves, directions)
+
+    def recorded():
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            step()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            found = step()
+        return graph, found
+
+    torch.backends.cudnn.deterministic = True
+    try:
+        for block in (b for scale in fused.scales for b in scale.blocks):
+            block.dropout.p = 0.0  # the same function at each call
+        monkeypatch.setattr(mdeq_fused, "streams_with_grad", False)
+        expected = step()
+        monkeypatch.setattr(mdeq_fused, "streams_with_grad", True)
+        graph, found = recorded() if captured else (None, ())
+        for _ in range(10):
+            if graph is None:
+                found = step()
+            else:
+                for part in found:
+                    part.zero_()
+                graph.replay()
+            torch.cuda.synchronize()
+            for a, b in zip(found, expected, strict=True):
+                assert (a - b).norm() <= 1e-3 * b.norm()
+    finally:
+        torch.backends.cudnn.deterministic = False

@@ -1014,6 +1014,17 @@ def _at_least_float32(x: Tensor) -> Tensor:
 Vector = Tensor | None
 
 
+def _differentiable(
+    function: Any, inputs: Sequence[Vector], wanted: Sequence[bool], incoming: Tensor
+) -> list[Vector]:
+    """The gradients that backward returns where second derivatives are wanted: PyTorch's."""
+    # Aliases: one input may depend on another, and its gradient must not go that way here.
+    aliases = [None if t is None else t.view_as(t) for t in inputs]
+    targets = [t for t, asked in zip(aliases, wanted, strict=True) if asked and t is not None]
+    found = iter(torch.autograd.grad(function(*aliases), targets, incoming, create_graph=True))
+    return [next(found) if asked else None for asked in wanted]
+
+
 def _affine_arguments(*vectors: Vector) -> tuple[list[Vector], int]:
     """Scales and shifts, (channels,) or (batch, channels), with their common stride of samples."""
     present = [vector for vector in vectors if vector is not None]
@@ -1196,11 +1207,13 @@ class _NormAct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight, bias, means, rhos = ctx.saved_tensors
         groups, eps, relu, dtype = ctx.options
-        if torch.is_grad_enabled():  # second derivatives are wanted: PyTorch has them
-            wanted = [t for t, w in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if w]
-            y = norm_act_plain(x, groups, weight, bias, eps, relu, dtype=dtype)
-            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
-            return *(next(found) if w else None for w in ctx.needs_input_grad[:3]), *(None,) * 4
+        if torch.is_grad_enabled():
+            wanted = ctx.needs_input_grad[:3]
+
+            def again(x: Tensor, weight: Vector, bias: Vector) -> Tensor:
+                return norm_act_plain(x, groups, weight, bias, eps, relu, dtype=dtype)
+
+            return *_differentiable(again, (x, weight, bias), wanted, dy), *(None,) * 4
         partials = any(ctx.needs_input_grad[1:3])
         dx, sums = _launch_norm_backward(x, dy, groups, weight, bias, relu, means, rhos, partials)
         dweight = dbias = None
@@ -1425,26 +1438,21 @@ class _BlockEnd(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        *inputs, stats = ctx.saved_tensors
+        y, mask, injection, z, w1, b1, w2, b2, stats = ctx.saved_tensors
+        inputs, vectors = ctx.saved_tensors[:8], (w1, b1, w2, b2)
         groups, eps, dtype = ctx.options
         wanted = ctx.needs_input_grad[:8]
-        if torch.is_grad_enabled():  # second derivatives are wanted: PyTorch has them
-            result = block_end_plain(*inputs, groups, eps, dtype=dtype)
-            return *_differentiable(result, inputs, wanted, dout), None, None, None
-        y, mask, injection, z, *vectors = inputs
+        if torch.is_grad_enabled():
+
+            def again(*inputs: Any) -> Tensor:
+                return block_end_plain(*inputs, groups=groups, eps=eps, dtype=dtype)  # type: ignore[misc]
+
+            return *_differentiable(again, inputs, wanted, dout), None, None, None
         dy, dinjection, dz, sums = _launch_block_end_backward(
             y, mask, injection, z, vectors, groups, stats, dout, wanted[2], wanted[3]
         )
         affine = _summed(sums, vectors, wanted[4:])
         return dy if wanted[0] else None, None, dinjection, dz, *affine, None, None, None
-
-
-def _differentiable(
-    result: Tensor, inputs: Sequence[Vector], wanted: Sequence[bool], incoming: Tensor
-) -> list[Vector]:
-    targets = [t for t, asked in zip(inputs, wanted, strict=True) if asked and t is not None]
-    found = iter(torch.autograd.grad(result, targets, incoming, create_graph=True))
-    return [next(found) if asked else None for asked in wanted]
 
 
 def _launch_block_end_backward(
@@ -1655,7 +1663,8 @@ def _launch_fuse(
 
 
 def _sources(levels: Sequence[int], tensors: Sequence[Any]) -> list[Source]:
-    return [Source(*tensors[3 * i : 3 * i + 3], level) for i, level in enumerate(levels)]
+    parts = zip(tensors[::3], tensors[1::3], tensors[2::3], levels, strict=True)
+    return [Source(raw, weight, bias, level) for raw, weight, bias, level in parts]
 
 
 class _Fuse(torch.autograd.Function):
@@ -1688,8 +1697,11 @@ class _Fuse(torch.autograd.Function):
         sources = _sources(levels, tensors)
         nothing = (None,) * 5
         if torch.is_grad_enabled():
-            result = fuse_plain(own, sources, groups, eps, relu, dtype=dtype)
-            return *nothing, *_differentiable(result, [own, *tensors], wanted, dout)
+
+            def again(own: Vector, *tensors: Any) -> Tensor:
+                return fuse_plain(own, _sources(levels, tensors), groups, eps, relu, dtype=dtype)
+
+            return *nothing, *_differentiable(again, [own, *tensors], wanted, dout)
         down = None
         if own is not None and wanted[0]:
             down = empty_channels_last(own.shape, own.dtype, own.device)

@@ -37,7 +37,7 @@ from torch.nn.functional import conv2d
 from torch.nn.utils import parametrize
 
 from gdeq import kernels
-from gdeq.kernels.norms import Source, block_end, fuse, norm_act
+from gdeq.kernels.norms import Source, block_end, fuse, norm_act, per_sample
 from gdeq.kernels.weights import Convolution, Merged, Plans, merge
 from gdeq.regularize import Held, VariationalDropout, _WeightNorm
 
@@ -106,14 +106,7 @@ class Weights:
         return _map_parts(self, Tensor, Tensor.detach)
 
     def tensors(self) -> list[Tensor]:
-        found: list[Tensor] = []
-
-        def note(tensor: Tensor) -> Tensor:
-            found.append(tensor)
-            return tensor
-
-        _map_parts(self, Tensor, note)
-        return found
+        return _tensors(self)
 
     def copy_(self, other: Weights) -> None:
         """Take over the values: a captured graph reads them where they were at its capture."""
@@ -130,6 +123,12 @@ def _map_parts(value: T, kind: type, change: Callable[[Any], Any]) -> T:
         parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         result = type(value)(**{name: _map_parts(p, kind, change) for name, p in parts.items()})
     return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _map_parts(value, Tensor, found.append)
+    return found
 
 
 _plans: WeakKeyDictionary[nn.Module, Plans] = WeakKeyDictionary()
@@ -263,6 +262,9 @@ def _same_source(one: Any, other: Any) -> bool:
 # ---- branches that run side by side
 
 
+streams_with_grad = True  # run the scales side by side under autograd too
+
+
 class _Serial:
     """Everything on the current stream."""
 
@@ -276,7 +278,10 @@ class _Serial:
     def await_(self, name: Hashable) -> None:
         pass
 
-    def join(self) -> None:
+    def reads(self, *values: Any) -> None:
+        """Tensors in these, made on other branches, are read on this one."""
+
+    def join(self, results: Sequence[Tensor]) -> None:
         pass
 
 
@@ -290,9 +295,15 @@ class _Parallel(_Serial):
     it, although another one may still read it.  So the caller keeps all of it until `join`; the
     next evaluation starts after that.  One from another current stream might not, and has other
     streams.
+
+    grad: autograd keeps tensors longer, and frees them one by one in its backward pass, where each
+    operation runs on the stream of its forward one.  Autograd itself lets streams wait for each
+    other's gradients and guards those; what forward operations read from another stream is told to
+    the allocator here (`reads`), which then does not give the memory away too early.
     """
 
-    def __init__(self, device: torch.device, branches: int) -> None:
+    def __init__(self, device: torch.device, branches: int, grad: bool) -> None:
+        self.grad = grad
         self.main = torch.cuda.current_stream(device)
         kept = _streams.setdefault((device, self.main.cuda_stream), [])
         while len(kept) < branches - 1:
@@ -314,9 +325,17 @@ class _Parallel(_Serial):
     def await_(self, name: Hashable) -> None:
         torch.cuda.current_stream(self.main.device).wait_event(self.marks[name])
 
-    def join(self) -> None:
+    def reads(self, *values: Any) -> None:
+        if self.grad:
+            stream = torch.cuda.current_stream(self.main.device)
+            seen = {tensor.untyped_storage().data_ptr(): tensor for tensor in _tensors(values)}
+            for tensor in seen.values():
+                tensor.record_stream(stream)
+
+    def join(self, results: Sequence[Tensor]) -> None:
         for side in self.sides:
             self.main.wait_event(side.record_event())
+        self.reads(*results)
 
 
 # ---- f
@@ -334,26 +353,30 @@ def evaluate(
 
     masks: for each scale and block, (batch, channels), or None without dropout.
     out: where the result goes, one vector with all samples of the first scale, then of the next.
-    streams: without autograd on a GPU, run the scales side by side.
+    streams: on a GPU, run the scales side by side; under autograd if `streams_with_grad`, too.
     """
     dtype = weights.posts[0].conv.dtype
     scales = range(len(z))
     grad = torch.is_grad_enabled()
-    parallel = streams and not grad and z[0].is_cuda
+    parallel = streams and z[0].is_cuda and (streams_with_grad or not grad)
+    if grad:
+        weights = _affine_per_sample(weights, len(z[0]))
     inputs = _cast(z, dtype)
     injection = injection.to(dtype, memory_format=torch.channels_last)
     results: list[Any] = [None] * len(z) if grad and out is None else _parts_of(z, out)
     # Ways up have branches of their own, beside the longer ones down.
-    branches = _Parallel(z[0].device, 2 * len(z) - 1) if parallel else _Serial()
+    branches = _Parallel(z[0].device, 2 * len(z) - 1, grad) if parallel else _Serial()
 
     streams_out: list[Tensor] = []
     arrived: dict[tuple[int, int], Source] = {}
     alive: list[Any] = [inputs, injection, streams_out, arrived]
     for j in scales:
         with branches.on(j):
-            y = _blocks(
-                weights.blocks[j], z[j], inputs[j], injection if j == 0 else None, masks[j], alive
+            given = injection if j == 0 else None
+            branches.reads(
+                weights.blocks[j], weights.downs[j], weights.posts[j], z[j], inputs[j], *masks[j]
             )
+            y = _blocks(weights.blocks[j], z[j], inputs[j], given, masks[j], alive)
             streams_out.append(y)
             branches.mark(j)
             passing = y
@@ -373,6 +396,7 @@ def evaluate(
         if up is not None:
             with branches.on(len(z) - 1 + j):
                 branches.await_(j)
+                branches.reads(y, up.conv)
                 joined = conv2d(y, up.conv)
                 alive.append(joined)
                 parts = joined.split(up.channels, dim=1) if j > 1 else [joined]
@@ -388,15 +412,30 @@ def evaluate(
                     branches.await_((j, i) if j < i else (j, "up"))
             total = streams_out[i]
             sources = [arrived[j, i] for j in scales if j != i]
+            branches.reads(*sources)
             groups, eps = _common(weights, i)
             total = fuse(total, sources, groups, eps)
             post = weights.posts[i]
             raw = conv2d(total, post.conv)
             alive += [total, raw]
             found.append(_normalised(raw, post.norm, out=results[i], dtype=z[i].dtype))
-    branches.join()
+    branches.join(found)
     del alive  # not before
     return tuple(found)
+
+
+def _affine_per_sample(weights: Weights, batch: int) -> Weights:
+    """Scales and shifts of all norms for each sample: their gradients are summed in one go."""
+    norms: list[Norm] = []
+    _map_parts(weights, Norm, norms.append)
+    vectors = [v for norm in norms for v in (norm.weight, norm.bias) if v is not None]
+    spread = iter(per_sample(vectors, batch))
+
+    def change(norm: Norm) -> Norm:
+        weight, bias = (None if v is None else next(spread) for v in (norm.weight, norm.bias))
+        return dataclasses.replace(norm, weight=weight, bias=bias)
+
+    return _map_parts(weights, Norm, change)
 
 
 def _blocks(
