@@ -10,7 +10,9 @@ from torch.nn.utils import parametrize
 
 import gdeq
 from gdeq import GDEQ, JFB, Broyden, Implicit, Unrolled, hold
-from gdeq.models import MDEQ, MDEQCell, MDEQConfig
+from gdeq.kernels import available, norms, weights
+from gdeq.models import MDEQ, MDEQCell, MDEQConfig, layers
+from gdeq.models import mdeq as model_file
 from gdeq.models.mdeq import mdeq
 from gdeq.models.mdeq_cell import Down, Up
 from gdeq.models.mdeq_config import SIZES, named
@@ -344,3 +346,52 @@ def test_lists_become_tuples_and_groups_shrink_to_divide():
     config = replace(MINIMAL, channels=[6, 10, 9], groups=4)
     assert config.channels == (6, 10, 9)
     assert MDEQ(config)(torch.randn(2, 2, 8, 8)).shape == (2, 3)
+
+
+# ---- stem and head in few kernels
+
+
+@pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"channels": (4, 4, 8), "head_channels": (1, 1, 2)}],
+    ids=["shortcuts", "identities"],
+)
+def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
+    model = minimal(Broyden(max_iter=3, tol=0.0), JFB(), downsample=1, **overrides)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    images = torch.randn(3, 2, 9, 7)
+    names = list(model.state_dict())
+
+    def outcome():
+        logits = model(images)
+        weight = torch.linspace(-1, 1, logits.numel()).view_as(logits)
+        return [logits, *torch.autograd.grad((logits * weight).sum(), list(model.parameters()))]
+
+    expected = outcome()
+    calls = []
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float32)
+    monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
+    monkeypatch.setattr(model_file, "runs_as_kernels", lambda x, dtype=None: True)
+    monkeypatch.setattr(layers, "fuse", lambda *a: calls.append("fuse") or norms.fuse(*a))
+    monkeypatch.setattr(layers, "merge", lambda *a: calls.append("merge") or weights.merge(*a))
+    for module in (norms, weights):
+        for name, tuning in module.TUNING.items():
+            few = {"run_bytes": 1 << 20} if module is norms else {"rows": 64}
+            monkeypatch.setitem(module.TUNING, name, replace(tuning, **few))
+    found = outcome()
+    assert calls == ["merge"] + ["fuse"] * 3
+    assert list(model.state_dict()) == names
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).norm() <= 1e-3 * b.norm() + 1e-6
+    assert all(getattr(module, "ready", None) is None for module in model.modules())
+
+
+def test_layers_run_one_by_one_where_kernels_do_not():
+    pair = layers.Layers(layers.conv(3, 4, 1), layers.group_norm(2, 4), nn.ReLU())
+    x = torch.randn(2, 3, 5, 5)
+    assert torch.equal(pair(x), nn.Sequential(*pair)(x))
+    assert list(pair.state_dict()) == ["0.weight", "1.weight", "1.bias"]

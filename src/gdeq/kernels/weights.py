@@ -25,6 +25,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -310,6 +311,14 @@ class Plans:
             plan = self._known[key] = Plan(merged, device)
         plan.captured |= capturing
         return plan
+
+
+_plans: WeakKeyDictionary[Any, Plans] = WeakKeyDictionary()
+
+
+def plans_of(owner: Any) -> Plans:
+    """The tables of this module's parameters; beside it, so that no copy or file has them."""
+    return _plans.setdefault(owner, Plans())
 
 
 # ---- as a function

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from gdeq import kernels
-from gdeq.kernels.norms import norm_act
+from gdeq.kernels.norms import Source, fuse, norm_act, per_sample
+from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
 
 
 def conv(inner: int, outer: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -17,19 +20,122 @@ def conv(inner: int, outer: int, kernel: int, stride: int = 1) -> nn.Conv2d:
     Small, because at the highest resolution the cell adds the image's injection to a convolution of
     z: the injection rules at first, f is contractive there, and the first solves converge.
     """
-    layer = nn.Conv2d(inner, outer, kernel, stride=stride, padding=kernel // 2, bias=False)
+    layer = Conv2d(inner, outer, kernel, stride=stride, padding=kernel // 2, bias=False)
     nn.init.normal_(layer.weight, std=0.01)
     return layer
 
 
-class GroupNorm(nn.GroupNorm):
-    """The same; under half-precision autocast on a GPU one kernel, whose result is half too."""
+def runs_as_kernels(x: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Under half-precision autocast on a GPU norms are one kernel each, and their results half.
+
+    dtype: of what comes after x, where that is asked; else x's.
+    """
+    half = (dtype or x.dtype).itemsize == 2 and torch.is_autocast_enabled(x.device.type)
+    return (
+        x.is_cuda
+        and half
+        and x.dim() == 4
+        and kernels.available(x.device)
+        and not torch.compiler.is_compiling()
+    )
+
+
+class Conv2d(nn.Conv2d):
+    """The same; ready: its weight in the compute dtype, while `made_ready` is open."""
+
+    ready: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        half = x.dtype.itemsize == 2 and torch.is_autocast_enabled(x.device.type)
-        if x.is_cuda and half and x.dim() == 4 and kernels.available(x.device):
-            return norm_act(x, self.num_groups, self.weight, self.bias, self.eps, relu=False)
-        return super().forward(x)
+        if self.ready is None:
+            return super().forward(x)
+        return self._conv_forward(x, self.ready, self.bias)
+
+
+class GroupNorm(nn.GroupNorm):
+    """The same, as one kernel where that runs, with a ReLU if asked.
+
+    ready: its scale and shift for each sample, while `made_ready` is open.
+    """
+
+    ready: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, x: Tensor, relu: bool = False) -> Tensor:
+        if runs_as_kernels(x):
+            return norm_act(x, self.num_groups, *self.affine_tensors(), self.eps, relu)
+        y = super().forward(x)
+        return torch.relu(y) if relu else y
+
+    def affine_tensors(self) -> tuple[Tensor | None, Tensor | None]:
+        return self.ready or (self.weight, self.bias)
+
+
+class Layers(nn.Sequential):
+    """The same; a `GroupNorm` and the ReLU behind it run together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_layers(list(self), x)
+
+
+def run_layers(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
+    following: list[nn.Module | None] = [*layers[1:], None]
+    merged = False
+    for layer, after in zip(layers, following, strict=True):
+        if merged:
+            merged = False
+        elif isinstance(layer, GroupNorm) and isinstance(after, nn.ReLU) and runs_as_kernels(x):
+            x, merged = layer(x, relu=True), True
+        else:
+            x = layer(x)
+    return x
+
+
+def added_and_relu(body: nn.Module, shortcut: nn.Module, x: Tensor) -> Tensor:
+    """relu(body(x) + shortcut(x)); norms that they end in are one kernel with that."""
+    norm, other = _last_norm(body), _last_norm(shortcut)
+    if norm is None or not runs_as_kernels(x):
+        return torch.relu(body(x) + shortcut(x))
+    sources, own = [_before_norm(body, norm, x)], None
+    if other is not None and (other.num_groups, other.eps) == (norm.num_groups, norm.eps):
+        sources.append(_before_norm(shortcut, other, x))
+    else:
+        own = shortcut(x)
+    return fuse(own, sources, norm.num_groups, norm.eps)
+
+
+def _last_norm(layers: nn.Module) -> GroupNorm | None:
+    last = layers[-1] if isinstance(layers, Layers) else None
+    return last if isinstance(last, GroupNorm) else None
+
+
+def _before_norm(layers: nn.Module, norm: GroupNorm, x: Tensor) -> Source:
+    return Source(run_layers(list(layers.children())[:-1], x), *norm.affine_tensors())
+
+
+@contextlib.contextmanager
+def made_ready(owner: nn.Module, parts: Sequence[nn.Module], x: Tensor) -> Iterator[None]:
+    """While open, the convolutions and norms of these parts of ``owner`` have their parameters as
+    kernels take them, made in one launch for all: weights cast and ordered, and scales and shifts
+    for each sample of the batch x, so that one reduction sums all their gradients."""
+    modules = [module for part in parts for module in part.modules()]
+    convs = [m for m in modules if isinstance(m, Conv2d) and "weight" in m._parameters]
+    norms = [m for m in modules if isinstance(m, GroupNorm) and m.affine]
+    dtype = torch.get_autocast_dtype(x.device.type)
+    merged = [Merged((Convolution(conv.weight),)) for conv in convs]
+    vectors = [vector for norm in norms for vector in (norm.weight, norm.bias)]
+    with torch.autocast(x.device.type, enabled=False):
+        weights = merge(merged, dtype, plans_of(owner))
+        spread = per_sample(vectors, len(x))
+    try:
+        for conv, weight in zip(convs, weights, strict=True):
+            conv.ready = weight
+        for norm, scale, shift in zip(norms, spread[::2], spread[1::2], strict=True):
+            norm.ready = (scale, shift)
+        yield
+    finally:
+        for conv in convs:
+            conv.ready = None
+        for norm in norms:
+            norm.ready = None
 
 
 def group_norm(groups: int, channels: int, affine: bool = True, gain: float = 1.0) -> nn.GroupNorm:

@@ -5,6 +5,7 @@ image → stem → injection → DEQ(cell) → one feature map per scale → hea
 
 from __future__ import annotations
 
+import contextlib
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +14,14 @@ from torch import Tensor, nn
 
 from gdeq.gradients import GDEQ, Gradient
 from gdeq.layer import DEQ
-from gdeq.models.layers import conv, group_norm
+from gdeq.models.layers import (
+    Layers,
+    added_and_relu,
+    conv,
+    group_norm,
+    made_ready,
+    runs_as_kernels,
+)
 from gdeq.models.mdeq_cell import MDEQCell, MultiscaleState
 from gdeq.models.mdeq_config import MDEQConfig, Shape, named
 from gdeq.solvers.base import Solver
@@ -28,7 +36,7 @@ def outer_norm(config: MDEQConfig, channels: int, affine: bool = True) -> nn.Mod
     return nn.BatchNorm2d(channels, affine=affine)
 
 
-class Stem(nn.Sequential):
+class Stem(Layers):
     """The image as the cell's injection: 3×3 convolutions, the first of them strided as asked."""
 
     def __init__(self, config: MDEQConfig) -> None:
@@ -50,7 +58,7 @@ class Bottleneck(nn.Module):
     def __init__(self, channels: int, inner: int, config: MDEQConfig) -> None:
         super().__init__()
         outer = HEAD_EXPANSION * inner
-        self.body = nn.Sequential(
+        self.body = Layers(
             conv(channels, inner, 1),
             outer_norm(config, inner, affine=False),
             nn.ReLU(),
@@ -62,10 +70,10 @@ class Bottleneck(nn.Module):
         )
         self.shortcut: nn.Module = nn.Identity()
         if channels != outer:
-            self.shortcut = nn.Sequential(conv(channels, outer, 1), outer_norm(config, outer))
+            self.shortcut = Layers(conv(channels, outer, 1), outer_norm(config, outer))
 
     def forward(self, z: Tensor) -> Tensor:
-        return torch.relu(self.body(z) + self.shortcut(z))
+        return added_and_relu(self.body, self.shortcut, z)
 
 
 class Head(nn.Module):
@@ -79,10 +87,10 @@ class Head(nn.Module):
             for channels, inner in zip(config.channels, config.head_channels, strict=True)
         )
         self.down = nn.ModuleList(
-            nn.Sequential(conv(high, low, 3, stride=2), outer_norm(config, low), nn.ReLU())
+            Layers(conv(high, low, 3, stride=2), outer_norm(config, low), nn.ReLU())
             for high, low in pairwise(outer)
         )
-        self.final = nn.Sequential(
+        self.final = Layers(
             conv(outer[-1], config.final_channels, 1),
             outer_norm(config, config.final_channels),
             nn.ReLU(),
@@ -116,7 +124,17 @@ class MDEQ(nn.Module):
         self.head = Head(config)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.deq(self.stem(images)))
+        with self._ready(images):
+            return self.head(self.deq(self.stem(images)))
+
+    def _ready(self, images: Tensor) -> contextlib.AbstractContextManager[None]:
+        kind = images.device.type
+        dtype = images.dtype
+        if torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        if self.config.outer_norm != "group" or not runs_as_kernels(images, dtype):
+            return contextlib.nullcontext()
+        return made_ready(self, (self.stem, self.head), images)
 
 
 def mdeq(

@@ -29,7 +29,6 @@ import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +37,7 @@ from torch.nn.utils import parametrize
 
 from gdeq import kernels
 from gdeq.kernels.norms import Source, block_end, fuse, norm_act, per_sample
-from gdeq.kernels.weights import Convolution, Merged, Plans, merge
+from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
 from gdeq.regularize import Held, VariationalDropout, _WeightNorm
 
 if TYPE_CHECKING:
@@ -131,15 +130,12 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-_plans: WeakKeyDictionary[nn.Module, Plans] = WeakKeyDictionary()
-
-
 def prepare(cell: MDEQCell, dtype: torch.dtype) -> Weights:
     """The cell's weights for `evaluate`; differentiable under autograd."""
     template = _template(cell)
     wanted: list[Merged] = []
     _map_parts(template, Merged, wanted.append)
-    found = iter(merge(wanted, dtype, _plans.setdefault(cell, Plans())))
+    found = iter(merge(wanted, dtype, plans_of(cell)))
     return _map_parts(template, Merged, lambda _: next(found))
 
 
