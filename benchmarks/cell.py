@@ -28,10 +28,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 from torch import Tensor
 
-from gdeq.kernels import norms
+from gdeq.kernels import norms, weights
+from gdeq.models import mdeq_fused
 from gdeq.models.mdeq_cell import MDEQCell
 from gdeq.models.mdeq_config import named
-from gdeq.models.mdeq_fused import Prepared, as_buffer, fused_forward
+from gdeq.models.mdeq_fused import Prepared, as_buffer, fused_forward, prepare
 from gdeq.regularize import hold
 
 EVALUATIONS = 10  # captured in one graph
@@ -64,7 +65,7 @@ def graph_time(work: Callable[[], Any], repeats: int = 1) -> float:
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         kept = work()
     graph.replay()
     times = []
@@ -253,12 +254,29 @@ def time_gradients(device: torch.device, batch: int, edge: int, table: Table) ->
     def fused(z: Any, x: Tensor) -> Any:
         return fused_forward(cell, z, x)
 
-    with_autograd = graph_time(forward)
-    table("f fused with autograd, weights prepared anew, µs", f"{with_autograd:.0f}")
-    both = graph_time(differentiate(fused, parameters))
-    table("  and backward to all parameters, µs", f"{both:.0f}")
-    vjp = graph_time(differentiate(fused, list(z)))
-    table("  and backward to z alone, µs", f"{vjp:.0f} (VJP alone {vjp - with_autograd:.0f})")
+    def weights_alone(back: bool) -> Callable[[], Any]:
+        def work() -> Any:
+            made = [t for t in prepare(cell, torch.bfloat16).tensors() if t.dim() == 4]
+            return torch.autograd.grad(made, convolutions, made) if back else made
+
+        return work
+
+    convolutions = [p for p in parameters if p.dim() == 4]
+    made = graph_time(weights_alone(back=False))
+    table("weights prepared, µs", f"{made:.0f}")
+    back = graph_time(weights_alone(back=True))
+    table("  and backward, µs", f"{back:.0f} (alone {back - made:.0f})")
+    for side_by_side in (True, False):
+        mdeq_fused.streams_with_grad = side_by_side
+        name = "" if side_by_side else ", no streams"
+        with_autograd = graph_time(forward)
+        table(f"f fused with autograd, weights prepared anew{name}, µs", f"{with_autograd:.0f}")
+        both = graph_time(differentiate(fused, parameters))
+        table(f"  and backward to all parameters{name}, µs", f"{both:.0f}")
+        vjp = graph_time(differentiate(fused, list(z)))
+        alone = f"{vjp:.0f} (VJP alone {vjp - with_autograd:.0f})"
+        table(f"  and backward to z alone{name}, µs", alone)
+    mdeq_fused.streams_with_grad = True
     both = graph_time(differentiate(cell, parameters))
     table("f plain with autograd and backward to parameters, µs", f"{both:.0f}")
 
@@ -318,6 +336,14 @@ def sweep(device: torch.device, batch: int, seconds: float) -> list[dict[str, An
             for run, tile, each in itertools.product((32, 64), (4096, 8192), (16, 32))
         ],
     }
+    choices["norm_backward"] = choices["block_end_backward"] = [
+        {"run_bytes": run, "tile": tile, "per_thread": each}
+        for run, tile, each in itertools.product((16, 32, 64), (4096, 16384), (16, 32))
+    ]
+    choices["fuse_backward"] = [
+        {"run_bytes": run, "tile": tile, "per_thread": each}
+        for run, tile, each in itertools.product((16, 32, 64), (4096, 8192, 16384), (16, 32))
+    ]
 
     def tensor(channels: int, edge: int) -> Tensor:
         made = torch.randn(batch, channels, edge, edge, device=device, dtype=torch.bfloat16)
@@ -332,6 +358,14 @@ def sweep(device: torch.device, batch: int, seconds: float) -> list[dict[str, An
             x = tensor(5 * channels, edge)
             scale = affine(5 * channels)
             return lambda: norms.norm_act(x, 8, *scale, relu=True), 2 * x.numel()
+        if kernel == "norm_backward":
+            x = tensor(5 * channels, edge)
+            scale = affine(5 * channels)
+            means, rhos = torch.zeros(2, batch, 8, device=device)
+            return (
+                lambda: norms._launch_norm_backward(x, x, 8, *scale, True, means, rhos, True),
+                3 * x.numel(),
+            )
         own, z, other = (tensor(channels, edge) for _ in range(3))
         scale = affine(channels)
         if kernel == "block_end":
@@ -342,12 +376,27 @@ def sweep(device: torch.device, batch: int, seconds: float) -> list[dict[str, An
                 lambda: norms.block_end(own, mask, injection, z, *scale, *scale, 8),
                 reads * own.numel(),
             )
+        if kernel == "block_end_backward":
+            stats = torch.zeros(4, batch, 8, device=device)
+            injection = other if i == 0 else None
+            return (
+                lambda: norms._launch_block_end_backward(
+                    own, None, injection, z, (*scale, *scale), 8, stats, own, False, False
+                ),
+                (5 if i == 0 else 4) * own.numel(),
+            )
         sources = [
             norms.Source(tensor(channels, scales[max(i, j)][1]), *scale, max(0, j - i))
             for j in range(len(scales))
             if j != i
         ]
         moved = 2 * own.numel() + sum(source.raw.numel() for source in sources)
+        if kernel == "fuse_backward":
+            stats = torch.zeros(6, batch, 8, device=device)
+            return (
+                lambda: norms._launch_fuse_backward(sources, 8, True, own, stats, z, other),
+                moved + own.numel() + sum(source.raw.numel() for source in sources),
+            )
         return lambda: norms.fuse(own, sources, 8), moved
 
     for kernel, i in itertools.product(choices, range(len(scales))):
@@ -367,6 +416,35 @@ def sweep(device: torch.device, batch: int, seconds: float) -> list[dict[str, An
             options = " ".join(f"{k}={v}" for k, v in choice.items()) or "as set"
             rate = moved * 2 / spent / 1e3
             rows.append({"kernel": kernel, "scale": i, "tile": options, "us": spent, "GB/s": rate})
+    return rows
+
+
+def sweep_weights(device: torch.device) -> list[dict[str, Any]]:
+    """Forward, and forward and backward, of all weights of the cell."""
+    cell = MDEQCell(named("large")).to(device, memory_format=torch.channels_last)
+    parameters = [p for p in cell.parameters() if p.dim() == 4]
+    rows = []
+
+    def forward() -> list[Tensor]:
+        return [t for t in prepare(cell, torch.bfloat16).tensors() if t.dim() == 4]
+
+    def both() -> Any:
+        made = forward()
+        return torch.autograd.grad(made, parameters, made)
+
+    for channels, together, warps in itertools.product((32, 64, 128, 256), (1, 2), (2, 4, 8)):
+        if device.type == "cpu" and (channels, together, warps) != (64, 1, 4):
+            continue
+        default = dict(weights.TUNING)
+        for name in default:
+            weights.TUNING[name] = weights.Tuning(together, channels, warps)
+        try:
+            spent = [graph_time(forward), graph_time(both)]
+        finally:
+            weights.TUNING.update(default)
+        tile = f"channels={channels} rows={together} warps={warps}"
+        for name, us in zip(("weights", "weights and back"), spent, strict=True):
+            rows.append({"kernel": name, "scale": "", "tile": tile, "us": us, "GB/s": 0.0})
     return rows
 
 
@@ -401,7 +479,7 @@ def main() -> None:
             print(f"{us:8.1f} {count:5}  {kernel[:130]}")
         print()
     if args.sweep:
-        files["sweep"] = sweep(device, args.batch, 120.0)
+        files["sweep"] = [*sweep_weights(device), *sweep(device, args.batch, 120.0)]
         for row in files["sweep"]:
             print(
                 f"{row['kernel']:<10} {row['scale']} {row['tile']:<45} {row['us']:8.1f} µs "

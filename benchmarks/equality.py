@@ -120,12 +120,12 @@ def main() -> None:
     for row in table:
         print("{:5d}   {:9.4f}   {:9.4f}   {:9.4f}".format(*row))
     start = trainer_of(options, "float32", False).model.state_dict()
-    rows = gradients(options, start, "at the start") + gradients(
-        options, weights, f"after {options.steps} steps"
-    )
+    rows = gradients(options, start, "at the start")
+    rows += gradients(options, weights, f"after {options.steps} steps")
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
-        write(options.out / "curve.csv", ["step", "fast_bf16", "fast_bf16_again", "plain_bf16"], table)
+        names = ["step", "fast_bf16", "fast_bf16_again", "plain_bf16"]
+        write(options.out / "curve.csv", names, table)
         names = ["when", "precision", "form", "least_cosine", "largest_relative_error"]
         write(options.out / "gradients.csv", names, rows)
 

@@ -165,7 +165,7 @@ def test_a_recording_under_autocast_sees_the_weights_change():
     layer = nn.Linear(4, 4, bias=False, device="cuda")
     x = torch.eye(4, device="cuda")
     with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
-        step = gdeq.capture(lambda x: layer(x), warmup=2)
+        step = gdeq.capture(layer, warmup=2)
         for value in range(6):
             layer.weight.fill_(float(value))
             torch.clear_autocast_cache()

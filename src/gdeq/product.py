@@ -39,7 +39,7 @@ from gdeq.kernels import choice
 from gdeq.ledger import Ledger
 from gdeq.operators import Inverse, norm, safe_norms
 from gdeq.recording import recording
-from gdeq.solvers.base import SEEN, Solver
+from gdeq.solvers.base import Solver, noise_level
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import Vectorized, VectorMap
 
@@ -263,7 +263,7 @@ class PlainSweep:
         eps = torch.finfo(g.dtype).eps
         sound = denominator.abs() > 1e3 * eps * squared.sqrt() * norm(newest - q)
         change = norm(fz - self.last_fz - newest)
-        sound &= change > SEEN * self.precision * (of_z + absolute)
+        sound &= change > noise_level(self.precision) * (of_z + absolute)
         self.keep[:, t - 1] = good & sound
         longer = torch.where(self.keep[:, t - 1], squared / denominator, 1.0)
         return longer.unsqueeze(1) * q

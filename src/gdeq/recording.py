@@ -1,4 +1,4 @@
-"""Whether the work under way is, or will be, part of a CUDA graph: then nothing may be looked at."""
+"""Whether the work under way is, or will be, part of a CUDA graph, where nothing can be read."""
 
 from __future__ import annotations
 

@@ -13,12 +13,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gdeq.ledger import Ledger
 from gdeq.product import ProductInverse, store_dtype
 from gdeq.recording import recording
 from gdeq.solution import Status
-from gdeq.solvers.base import SEEN, Solver
+from gdeq.solvers.base import Solver, noise_level
 
 # Of nine settings tried on an H200 the fastest for both passes (docs/performance.md).
 BLOCK = 1024  # numbers in a chunk
@@ -117,7 +118,7 @@ def _dots(
 @triton.jit(do_not_specialize=["count"])
 def _judge_first(
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-    batch, chunks, count, tol, precision, eps, seen,
+    batch, chunks, count, tol, precision, eps, noise,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr, LAST: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -175,7 +176,7 @@ def _summed_norms(norms, b, chunks, CHUNKS: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def _judge(
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-    batch, chunks, count, tol, precision, eps, seen,
+    batch, chunks, count, tol, precision, eps, noise,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr, LAST: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -270,7 +271,7 @@ def _judge(
     denominator = squared - inner
     sound = tl.abs(denominator) > 1e3 * eps * tl.sqrt(squared) * difference
     change = tl.sqrt(yy).to(kind)
-    sound = sound & (change > seen * precision * (of_z + new_absolute))
+    sound = sound & (change > noise * (of_z + new_absolute))
     kept = good & sound
     tl.store(keep + b * PLACES + last, kept.to(tl.int8))
     longer = tl.where(kept, squared / denominator, 1.0)
@@ -492,7 +493,7 @@ class Sweep:
             self.norms, self.partial, self.real if self.scale is None else self.scale,
             self.gram, self.keep, self.weight, self.lead, self.moves, self.real, self.whole,
             self.trace, batch, chunks, t, float(solver.tol), float(self.precision),
-            float(torch.finfo(self.z.dtype).eps), SEEN,
+            float(torch.finfo(self.z.dtype).eps), noise_level(self.precision),
             WATCH=solver.tol > 0, RELATIVE_STOP=solver.stop == "relative",
             LINEAR=self.scale is not None, LAST=t == self.max_steps,
             PLACES=self.places, CHUNKS=32, num_warps=2,
@@ -547,7 +548,10 @@ def apply(steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool
     kind = torch.promote_types(x.dtype, gram.dtype)
     x = x.to(kind)
     table = _table((d,), x.device)
-    chunks, places = len(table), gram.shape[1]
+    chunks, places = len(table), _places(gram.shape[1])
+    if places != gram.shape[1]:  # made by the plain twin
+        more = places - gram.shape[1]
+        gram, keep = pad(gram, (0, more, 0, more)), pad(keep, (0, more))
     partial = gram.new_empty(batch, chunks, places)
     weight = gram.new_empty(batch, places)
     kept = keep.to(torch.int8)

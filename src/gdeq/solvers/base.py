@@ -84,13 +84,19 @@ class Solver:
 
 
 # A change of g counts as seen only if it is this many times the rounding of f; what is learned from
-# less is noise, and spoils an inverse that was good.
-SEEN = 10.0
+# less is noise, and spoils an inverse that was good.  One of a hundredth is always seen: in half
+# precision f rounds its result only, not the sums in it, and the roundings of many entries average.
+SEEN, ALWAYS_SEEN = 10.0, 0.01
+
+
+def noise_level(precision: float) -> float:
+    """The relative change of g up to which it may be the rounding of f."""
+    return min(SEEN * precision, ALWAYS_SEEN)
 
 
 def change_seen(g: Tensor, g_try: Tensor, z_try: Tensor, precision: float) -> Tensor:  # -> (batch,)
     """Whether g_try − g is more than the rounding of f at z_try."""
-    return norm(g_try - g) > SEEN * precision * (norm(z_try) + norm(g_try))
+    return norm(g_try - g) > noise_level(precision) * (norm(z_try) + norm(g_try))
 
 
 def select(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:  # (batch,), (batch, d), (batch, d)

@@ -63,7 +63,7 @@ class Trainer:
         self.dataset = datasets.load(config.data, root, device)
         model = build_model(config, self.dataset).to(device)
         if device.type == "cuda":
-            model = model.to(memory_format=torch.channels_last)
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.model = share_batch_statistics(model, config, process)
         if process.rank:  # the same weights everywhere, but dropout masks of its own
             torch.manual_seed(config.seed + 1_000_003 * process.rank)
