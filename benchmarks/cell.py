@@ -317,7 +317,9 @@ def kernels_of(
 # ---- sizes of tiles
 
 
-def sweep(device: torch.device, batch: int, seconds: float) -> list[dict[str, Any]]:
+def sweep(
+    device: torch.device, batch: int, seconds: float, kernels: list[str] | None = None
+) -> list[dict[str, Any]]:
     """Each kernel at the sizes of the cell, for a few sizes of its tile."""
     rows = []
     deadline = time.perf_counter() + seconds
@@ -399,7 +401,7 @@ def sweep(device: torch.device, batch: int, seconds: float) -> list[dict[str, An
             )
         return lambda: norms.fuse(own, sources, 8), moved
 
-    for kernel, i in itertools.product(choices, range(len(scales))):
+    for kernel, i in itertools.product(kernels or choices, range(len(scales))):
         work, moved = cases(kernel, i)
         default = norms.TUNING[kernel]
         for choice in [{}, *choices[kernel]]:
@@ -454,6 +456,7 @@ def main() -> None:
     parser.add_argument("--edge", type=int, default=32)
     parser.add_argument("--out", type=Path, help="folder for the raw output")
     parser.add_argument("--sweep", action="store_true", help="vary the sizes of the tiles")
+    parser.add_argument("--kernels", help="of the sweep, with commas: norm, fuse_backward, weights")
     parser.add_argument("--no-cudnn-benchmark", action="store_true", help="cuDNN's own choice")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -479,7 +482,12 @@ def main() -> None:
             print(f"{us:8.1f} {count:5}  {kernel[:130]}")
         print()
     if args.sweep:
-        files["sweep"] = [*sweep_weights(device), *sweep(device, args.batch, 120.0)]
+        wanted = args.kernels.split(",") if args.kernels else None
+        rows = sweep_weights(device) if wanted is None or "weights" in wanted else []
+        named_ones = [k for k in wanted if k != "weights"] if wanted else None
+        if named_ones != []:
+            rows += sweep(device, args.batch, 240.0, named_ones)
+        files["sweep"] = rows
         for row in files["sweep"]:
             print(
                 f"{row['kernel']:<10} {row['scale']} {row['tile']:<45} {row['us']:8.1f} µs "
