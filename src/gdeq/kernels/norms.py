@@ -78,9 +78,9 @@ TUNING = {
     "norm": Tuning(),
     "norm_backward": Tuning(tile=16384, per_thread=32),
     "block_end": Tuning(),
-    "block_end_backward": Tuning(tile=16384, per_thread=32),
+    "block_end_backward": Tuning(run_bytes=16, tile=8192, per_thread=32),  # else registers spill
     "fuse": Tuning(tile=8192, per_thread=32, max_warps=8),
-    "fuse_backward": Tuning(tile=8192, per_thread=32, max_warps=8),
+    "fuse_backward": Tuning(tile=8192, per_thread=16, max_warps=8),
 }
 
 

@@ -357,6 +357,8 @@ def evaluate(
     parallel = streams and z[0].is_cuda and (streams_with_grad or not grad)
     if grad:
         weights = _affine_per_sample(weights, len(z[0]))
+        # Gradients of leaves are to arrive on the current stream.
+        z = tuple(part.view_as(part) for part in z)
     inputs = _cast(z, dtype)
     injection = injection.to(dtype, memory_format=torch.channels_last)
     results: list[Any] = [None] * len(z) if grad and out is None else _parts_of(z, out)
