@@ -83,6 +83,30 @@ def test_losses_and_weights_are_those_of_the_plain_step(gradient, tol):
 
 
 @cuda
+def test_a_recorded_solve_ends_when_all_samples_are_done():
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    deq = gdeq.DEQ(Cell().to(device), gdeq.Broyden(40, 1e-4), gdeq.GDEQ())
+
+    @gdeq.capture
+    def step(x):
+        z = deq(x)
+        solution = deq.solution
+        return z, solution.steps, solution.codes, solution.trace
+
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for scale in (1.0, 1.0, 1.0, 1.0, 0.01, 1.0, 3.0):
+            x = (scale * torch.randn(12, 16, generator=generator)).to(device)
+            z, steps, codes, trace = step(x)
+            torch.testing.assert_close(z, deq(x), rtol=1e-4, atol=1e-5)
+            assert steps.tolist() == deq.solution.steps.tolist()
+            assert codes.tolist() == deq.solution.codes.tolist()
+            assert trace.isfinite().all()
+    assert len(step.graph.parts) == 3
+
+
+@cuda
 def test_a_learning_rate_in_a_tensor_can_be_changed_between_calls():
     device = torch.device("cuda")
     training = Training(device, gdeq.GDEQ())

@@ -211,6 +211,33 @@ def test_half_precision_steps_do_not_spoil_the_gradient(form):
     assert angle(found) < 2 * angle(plain) + 1e-4
 
 
+@pytest.mark.parametrize("tol", [1e-5, 1e-14])
+def test_repeated_steps_are_the_counted_ones(tol):
+    """What a recording repeats, played by hand: the number of the iterate is on the device."""
+    from gdeq.kernels.product import Sweep  # noqa: PLC0415
+
+    problem = Dense(radius=0.9).to(DEVICE)
+    solver, z = gdeq.Broyden(9, tol), torch.zeros_like(problem.x)
+    with choice.use("triton"), torch.no_grad():
+        expected = gdeq.solve(problem, z, solver)
+        sweep = Sweep(z, [z.shape[1]], z.dtype, solver, torch.finfo(z.dtype).eps, 9, None)
+        sweep.steps = sweep.steps.new_empty(len(z), 10, z.shape[1])  # as in a recording
+        sweep.take(0, problem(sweep.z).reshape(-1))
+        sweep.prepare_repetition()
+        played = 0
+        while played < 9 and sweep.unfinished.item():
+            sweep.take_next(problem(sweep.z).reshape(-1))
+            played += 1
+        codes, residual, at = sweep.ledger.finish()
+        found, inverse = sweep.settle(at, 9)
+        assert codes.tolist() == expected.codes.tolist()
+        assert played == int(expected.steps.max())
+        assert_near(found, expected.z, 1e-12)
+        assert_near(residual, expected.residual, 1e-12)
+        x = torch.randn_like(z)
+        assert_near(inverse.rmatvec(x), expected.inverse.rmatvec(x), 1e-10)
+
+
 def test_where_the_product_form_does_not_apply_the_plain_one_runs(form):
     problem = Dense().to(DEVICE)
     for solver in [

@@ -18,8 +18,8 @@ GPU at running them.  A CUDA graph records them once and starts them all at once
 
 The recording repeats what the *device* did, with new inputs.  What Python did beside (counting,
 printing, choosing a learning rate) is not repeated: put it outside, and hand over what changes as
-tensors.  Inside a graph a solver cannot look whether all samples are done: it goes on to
-``max_iter`` with the finished ones frozen, so choose ``max_iter`` (and ``tol=0``) for speed.
+tensors.  A forward solve with a tolerance still ends when all samples are done; one in the backward
+pass (`Implicit`) goes on to its ``max_iter`` with the finished samples frozen.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.recording import rehearsal
+from gdeq.recording import Recording, rehearsal
 
 ADVICE = (
     "A step must not read values from the device (.item(), bool(tensor), printing a tensor) nor "
@@ -59,7 +59,7 @@ class Captured:
 
     def reset(self) -> None:
         """Forget the recording: after a change of anything but the values of tensors."""
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: Recording | None = None
         self.signature: list[Any] | None = None  # what must stay for the recording to be used
         self.inputs: tuple[Tensor, ...] = ()
         self.outputs: Any = None
@@ -138,14 +138,12 @@ class Captured:
     def _record(self, inputs: tuple[Tensor, ...]) -> bool:
         self.inputs = tuple(x.clone() for x in inputs)
         gc.collect()
-        torch.cuda.synchronize()
         # Autocast's copies of the weights are made once for all that follows.  One from before the
         # recording would be played again for ever, one from within it would be used outside.
         torch.clear_autocast_cache()
-        graph = torch.cuda.CUDAGraph()
+        recording = Recording()
         try:
-            # The backward pass runs in threads of its own: only this thread's mistakes count.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with recording.record():
                 self.outputs = self.step(*self.inputs)
         except Exception as problem:
             _forget_failed_capture()
@@ -154,7 +152,7 @@ class Captured:
             return False
         finally:
             torch.clear_autocast_cache()
-        self.graph = graph
+        self.graph = recording
         return True
 
 

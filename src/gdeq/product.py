@@ -38,7 +38,7 @@ from torch import Tensor
 from gdeq.kernels import choice
 from gdeq.ledger import Ledger
 from gdeq.operators import Inverse, norm, safe_norms
-from gdeq.recording import recording
+from gdeq.recording import current, recording
 from gdeq.solvers.base import Solver, noise_level
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import Vectorized, VectorMap
@@ -151,22 +151,33 @@ def iterate(
 
         kind = fused.Sweep
     sweep = kind(z, sizes, dtype, solver, precision, max_steps, scale)
-    # A captured graph cannot look; there frozen samples are carried along to the last step.
-    looks = solver.tol > 0 and not recording(z.device)
-    step = 0
-    for step in range(max_steps + 1):
+
+    def evaluate() -> Tensor:
         if isinstance(f, VectorMap) and in_parts:
-            fz = f.on_parts(sweep.parts)
-        else:
-            fz = f(sweep.z).reshape(-1)
-        sweep.take(step, fz)
+            return f.on_parts(sweep.parts)
+        return f(sweep.z).reshape(-1)
+
+    sweep.take(0, evaluate())
+    watch = solver.tol > 0
+    looks, step, cut = watch and not recording(z.device), 0, current() if watch else None
+    if cut is not None:  # a recording repeats one step until all samples are done
+        sweep.prepare_repetition()
+        cut.repeat(
+            lambda: sweep.take_next(evaluate()), sweep.unfinished, max_steps, solver.check_every
+        )
+        step = max_steps
+    while step < max_steps:
         if looks and step % solver.check_every == 0 and not sweep.any_active():
             break
+        step += 1
+        sweep.take(step, evaluate())
     ledger: Ledger = sweep.ledger
     codes, residual, at = ledger.finish()
     trace = sweep.trace[:step]
     if looks:
         trace = trace[: int(ledger.steps.max())]
+    elif cut is not None:
+        trace = torch.where(trace.isnan(), ledger.residual, trace)  # steps that were not needed
     found, inverse = sweep.settle(at, step)
     return found, residual, ledger.steps, codes, trace, step + 1, inverse
 

@@ -1,18 +1,30 @@
-"""Whether the work under way is, or will be, part of a CUDA graph, where nothing can be read."""
+"""CUDA graphs of work whose solves may end early.
+
+A graph is a fixed list of kernels; the number of a solver's steps is not fixed.  So a recording is
+cut where a solve begins to iterate:
+
+    [graph up to the first iterate]  [graph of one step, played until all are done]  [the rest]
+
+Between two plays of the middle one the host looks at a flag, of the play before the last: while it
+waits for that, the device works on the last.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
-# Not a context variable: the backward pass runs in a thread of its own.
+# Not context variables: the backward pass runs in a thread of its own.
 _rehearsing = [False]
+_recordings: list[Recording] = []
 
 
 def recording(device: torch.device) -> bool:
-    """A solver must then go on to its last step, as it cannot ask whether all samples are done."""
+    """Whether the work under way is, or will be, part of a graph, where nothing can be read."""
     if device.type != "cuda":
         return False
     return _rehearsing[-1] or torch.cuda.is_current_stream_capturing()
@@ -26,3 +38,88 @@ def rehearsal() -> Iterator[None]:
         yield
     finally:
         _rehearsing.pop()
+
+
+def current() -> Recording | None:
+    """The recording under way, where it can be cut: in its own thread, on its own stream."""
+    if not _recordings or not torch.cuda.is_current_stream_capturing():
+        return None
+    found = _recordings[-1]
+    same = found.thread == threading.get_ident() and torch.cuda.current_stream() == found.stream
+    return found if same else None
+
+
+class Recording:
+    """Graphs that are played one after the other; some of them repeatedly."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
+        self.thread = threading.get_ident()
+        self.parts: list[torch.cuda.CUDAGraph | Repeated] = []
+        self.open: torch.cuda.CUDAGraph | None = None
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        """What is done inside is recorded, not done."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        _recordings.append(self)
+        try:
+            with torch.cuda.stream(self.stream):
+                self._begin()
+                try:
+                    yield
+                finally:
+                    self.parts.append(self._end())
+        finally:
+            _recordings.pop()
+
+    def _begin(self) -> None:
+        self.open = torch.cuda.CUDAGraph()
+        # The backward pass runs in threads of its own: only this thread's mistakes count.
+        self.open.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+
+    def _end(self) -> torch.cuda.CUDAGraph:
+        assert self.open is not None
+        graph, self.open = self.open, None
+        graph.capture_end()
+        return graph
+
+    def repeat(self, body: Callable[[], None], unfinished: Tensor, most: int, every: int) -> None:
+        """Play ``body`` until ``unfinished``, a number that it writes, is 0; at most so often.
+
+        The body must free no memory from before it: the next play would find it overwritten.
+        """
+        self.parts.append(self._end())
+        self._begin()
+        body()
+        self.parts.append(Repeated(self._end(), unfinished, most, every))
+        self._begin()
+
+    def replay(self) -> None:
+        for part in self.parts:
+            part.replay()
+
+
+class Repeated:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, unfinished: Tensor, most: int, every: int
+    ) -> None:
+        self.graph, self.unfinished, self.most, self.every = graph, unfinished, most, every
+        self.seen = [torch.ones(1, dtype=unfinished.dtype).pin_memory() for _ in range(2)]
+        self.read = [torch.cuda.Event() for _ in range(2)]
+
+    def replay(self) -> None:
+        looks = 0
+        for done in range(1, self.most + 1):
+            self.graph.replay()
+            if done % self.every or done == self.most:
+                continue
+            self.seen[looks % 2].copy_(self.unfinished, non_blocking=True)
+            self.read[looks % 2].record()
+            looks += 1
+            if looks > 1:
+                self.read[looks % 2].synchronize()
+                if not self.seen[looks % 2].item():
+                    return

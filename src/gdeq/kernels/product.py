@@ -69,14 +69,16 @@ def _store_squares(at, g, there, here, y):
 
 @triton.jit(do_not_specialize=["count"])
 def _dots(
-    z, fz, last_fz, steps, table, partial, norms, batch, d, step_stride, chunks, count,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+    z, fz, last_fz, steps, table, partial, norms, counter, batch, d, step_stride, chunks, count,
+    COUNTED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """a_j = s_jᵀg, the new row s_jᵀs_{t−1} of G, and ‖g‖², ‖f(z)‖², ‖z‖², ‖y‖²: one chunk of each.
 
     Where squares may have overflowed or vanished, they are summed again in float64.
     """
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if COUNTED:
+        count = tl.load(counter)
     kind = z.dtype.element_ty
     lane, row, length, in_rows, in_parts = _place(table, b, chunk, batch, d, BLOCK)
     column, inside = row + lane, lane < length
@@ -117,9 +119,9 @@ def _dots(
 
 @triton.jit(do_not_specialize=["count"])
 def _judge_first(
-    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-    batch, chunks, count, tol, precision, eps, noise,
-    WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr, LAST: tl.constexpr,
+    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
+    batch, chunks, count, most, tol, precision, eps, noise,
+    COUNTED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """`Ledger.__init__`; the first step is g."""
@@ -155,7 +157,7 @@ def _judge_first(
     tl.store(weight + b * PLACES + place, tl.zeros((PLACES,), dtype=kind))
     tl.store(keep + b * PLACES + place, tl.zeros((PLACES,), dtype=tl.int8))
     tl.store(lead + b, tl.where(finite, 1.0, 0.0).to(kind))
-    tl.store(moves + b, active.to(tl.int32) if not LAST else 0)
+    tl.store(moves + b, tl.where(count < most, active.to(tl.int32), 0))
 
 
 @triton.jit
@@ -175,13 +177,15 @@ def _summed_norms(norms, b, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _judge(
-    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-    batch, chunks, count, tol, precision, eps, noise,
-    WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr, LAST: tl.constexpr,
+    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
+    batch, chunks, count, most, tol, precision, eps, noise,
+    COUNTED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """`Ledger.accepts` and `Ledger.note`, then the weights of `PlainSweep._learn`: one sample."""
     b = tl.program_id(0).to(tl.int64)
+    if COUNTED:
+        count = tl.load(counter)
     kind = real.dtype.element_ty
     gg, ff, zz, yy = _summed_norms(norms, b, chunks, CHUNKS)
     new_absolute = tl.sqrt(gg).to(kind)
@@ -277,7 +281,7 @@ def _judge(
     longer = tl.where(kept, squared / denominator, 1.0)
     tl.store(weight + b * PLACES + place, tl.where(good, longer * d, 0.0))
     tl.store(lead + b, tl.where(good, longer, 0.0))
-    tl.store(moves + b, active.to(tl.int32) if not LAST else 0)
+    tl.store(moves + b, tl.where(count < most, active.to(tl.int32), 0))
 
 
 @triton.jit
@@ -296,11 +300,14 @@ def _weighted_steps(total, base, weight, lane, row, length, d, count, TILE: tl.c
 
 @triton.jit(do_not_specialize=["count"])
 def _step(
-    z, fz, steps, parts, table, weight, lead, moves, batch, d, step_stride, count,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+    z, fz, steps, parts, table, weight, lead, moves, counter, batch, d, step_stride, count,
+    COUNTED: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into z: one chunk."""
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if COUNTED:
+        count = tl.load(counter)
     kind = z.dtype.element_ty
     lane, row, length, in_rows, in_parts = _place(table, b, chunk, batch, d, BLOCK)
     column, inside = row + lane, lane < length
@@ -465,7 +472,8 @@ class Sweep:
         self.moves = torch.empty(batch, dtype=torch.int32, device=device)
         self.real = z.new_empty(REALS, batch)
         self.whole = torch.empty(WHOLES, batch, dtype=torch.int32, device=device)
-        self.trace = z.new_empty(max_steps, batch)
+        self.trace = z.new_full((max_steps, batch), torch.nan)
+        self.counter = self.moves  # of the iterate; read by repeated steps alone
         chunks = len(self.table)
         self.partial = z.new_empty(batch, chunks, 2, self.places)
         self.norms = torch.empty(batch, chunks, 4, dtype=torch.float64, device=device)
@@ -475,35 +483,52 @@ class Sweep:
         return bool(self.whole[ACTIVE].any())
 
     def take(self, t: int, fz: Tensor) -> None:
-        batch, d = self.z.shape
         fz = fz.contiguous()
         if t == self.steps.shape[1]:
             self._grow()
-        stride = self.steps.stride(0)
-        chunks = len(self.table)
+        self._launch(t, fz, counted=False)
+        self.last_fz = fz
+
+    def prepare_repetition(self) -> None:
+        """From here on the number of the iterate is kept on the device, and `take_next` used."""
+        device = self.z.device
+        self.counter = torch.ones((), dtype=torch.int32, device=device)
+        self.unfinished = torch.ones(1, dtype=torch.int64, device=device)
+        self.last_fz = self.last_fz.clone()
+
+    def take_next(self, fz: Tensor) -> None:
+        fz = fz.contiguous()
+        self._launch(1, fz, counted=True)
+        self.last_fz.copy_(fz)
+        self.counter += 1
+        torch.sum(self.whole[ACTIVE], 0, keepdim=True, out=self.unfinished)
+
+    def _launch(self, t: int, fz: Tensor, counted: bool) -> None:
+        batch, d = self.z.shape
+        stride, chunks = self.steps.stride(0), len(self.table)
         grid = (chunks, batch)
         _dots[grid](
             self.z, fz, self.last_fz, self.steps, self.table, self.partial, self.norms,
-            batch, d, stride, chunks, t,
-            BLOCK=BLOCK, TILE=TILE, PLACES=self.places, num_warps=WARPS,
+            self.counter, batch, d, stride, chunks, t,
+            COUNTED=counted, BLOCK=BLOCK, TILE=TILE, PLACES=self.places, num_warps=WARPS,
         )  # fmt: skip
         solver = self.solver
         judge = _judge_first if t == 0 else _judge
         judge[(batch,)](
             self.norms, self.partial, self.real if self.scale is None else self.scale,
             self.gram, self.keep, self.weight, self.lead, self.moves, self.real, self.whole,
-            self.trace, batch, chunks, t, float(solver.tol), float(self.precision),
+            self.trace, self.counter, batch, chunks, t, self.max_steps,
+            float(solver.tol), float(self.precision),
             float(torch.finfo(self.z.dtype).eps), noise_level(self.precision),
-            WATCH=solver.tol > 0, RELATIVE_STOP=solver.stop == "relative",
-            LINEAR=self.scale is not None, LAST=t == self.max_steps,
-            PLACES=self.places, CHUNKS=32, num_warps=2,
+            COUNTED=counted, WATCH=solver.tol > 0, RELATIVE_STOP=solver.stop == "relative",
+            LINEAR=self.scale is not None, PLACES=self.places, CHUNKS=32, num_warps=2,
         )  # fmt: skip
         _step[grid](
             self.z, fz, self.steps, self.parts, self.table, self.weight, self.lead, self.moves,
-            batch, d, stride, t,
-            PARTS=self.in_parts, BLOCK=BLOCK, TILE=TILE, PLACES=self.places, num_warps=WARPS,
+            self.counter, batch, d, stride, t,
+            COUNTED=counted, PARTS=self.in_parts, BLOCK=BLOCK, TILE=TILE, PLACES=self.places,
+            num_warps=WARPS,
         )  # fmt: skip
-        self.last_fz = fz
 
     def _grow(self) -> None:
         batch, places, d = self.steps.shape
