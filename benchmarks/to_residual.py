@@ -1,0 +1,165 @@
+"""Milliseconds until every sample of a batch has a relative residual of 1e-3, on a trained model.
+
+Ours is a recorded solve that ends early; torchdeq's Broyden and Anderson run as shipped, on the
+same modules.  The residual of what each returns is then measured alike, by the plain cell in
+float32.
+
+    PYTHONPATH=src python3 benchmarks/to_residual.py --weights RUN/weights.safetensors --data DATA
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import gdeq
+from gdeq import data as datasets
+from gdeq import kernels
+from gdeq.data import Batches
+from gdeq.models.mdeq import MDEQ, mdeq
+from step import arithmetic, milliseconds
+
+State = tuple[Tensor, ...]
+
+
+def load(options: argparse.Namespace, fused: bool | str) -> MDEQ:
+    model = mdeq(options.size, dropout=0.0, outer_norm="group", fused=fused)
+    if options.weights:
+        model.load_state_dict(load_file(options.weights))
+    model = model.to(options.device).eval()
+    return model.to(memory_format=torch.channels_last)
+
+
+def ours(model: MDEQ, injection: Tensor, options: argparse.Namespace) -> Callable[[], State]:
+    model.deq.solver = gdeq.Broyden(options.max_iter, tol=options.tol)
+    start = tuple(
+        torch.zeros(len(injection), *shape, device=injection.device).to(
+            memory_format=torch.channels_last
+        )
+        for shape in model.config.state_shapes(*injection.shape[-2:])
+    )
+    step = gdeq.capture(lambda x: (model.deq(x, z0=start), model.deq.solution.steps))
+    return lambda: step(injection)
+
+
+def theirs(
+    model: MDEQ, injection: Tensor, options: argparse.Namespace, name: str
+) -> Callable[[], State]:
+    import torchdeq  # noqa: PLC0415 (optional)
+
+    engine = torchdeq.get_deq(
+        core="sliced",
+        f_solver=name,
+        f_max_iter=options.max_iter,
+        f_tol=options.tol,
+        f_stop_mode="rel",
+    )
+    engine.eval()
+    cell: Any = model.deq.cell
+    start = cell.initial_state(injection.float())
+
+    def solve() -> Any:
+        with gdeq.hold(cell):
+            found, told = engine(lambda *z: cell(z, injection), start)
+            return found[-1], told["nstep"]
+
+    return solve
+
+
+def residual(model: MDEQ, z: State, injection: Tensor) -> Tensor:  # (batch,)
+    """By plain float32, whatever the solve was done in."""
+    cell: Any = model.deq.cell
+    with arithmetic("float32"), kernels.use("off"):
+        out = cell(tuple(part.float() for part in z), injection.float())
+    f = torch.cat([part.flatten(1) for part in out], dim=1)
+    here = torch.cat([part.float().flatten(1) for part in z], dim=1)
+    size = torch.maximum(f.norm(dim=1), here.norm(dim=1))
+    return (f - here).norm(dim=1) / size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--weights", type=Path)
+    parser.add_argument("--data")
+    parser.add_argument("--size", default="large")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--tol", type=float, default=1e-3)
+    parser.add_argument("--max-iter", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    if options.data:
+        dataset = datasets.load("cifar10", options.data, torch.device(options.device))
+        source = Batches(
+            dataset.test_x, dataset.test_y, options.batch, mean=dataset.mean, std=dataset.std
+        )
+        images = next(iter(source.epoch(0)))[1][0]
+    else:
+        images = torch.randn(options.batch, 3, 32, 32, device=options.device)
+    images = images.to(memory_format=torch.channels_last)
+    rows = []
+    cases = [("ours, bf16 f", "bf16", True), ("ours, tf32 f", "tf32", True)]
+    for name, precision, fused in cases:
+        rows.append(measure(name, precision, fused, images, options, ours))
+    for name in ("broyden", "anderson"):
+        for precision in ("tf32", "bf16"):
+            rows.append(
+                measure(
+                    f"torchdeq {name}, {precision}",
+                    precision,
+                    False,
+                    images,
+                    options,
+                    lambda m, x, o, name=name: theirs(m, x, o, name),
+                )
+            )
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "to_residual.json").write_text(json.dumps(rows, indent=1))
+
+
+@torch.no_grad()
+def measure(
+    name: str,
+    precision: str,
+    fused: bool | str,
+    images: Tensor,
+    options: argparse.Namespace,
+    make: Callable[..., Callable[[], Any]],
+) -> dict[str, Any]:
+    model = load(options, fused)
+    with arithmetic(precision):
+        injection = model.stem(images).float()
+        solve = make(model, injection, options)
+        times = milliseconds(solve, options.rounds, warm=5)
+        z, steps = solve()
+    model.deq.cell.config = replace(model.deq.cell.config, fused=False)  # type: ignore[union-attr]
+    reached = residual(model, z, injection)
+    row = {
+        "name": name,
+        "ms": statistics.median(times),
+        "steps": steps.float().max().item(),
+        "median_residual": reached.median().item(),
+        "largest_residual": reached.max().item(),
+    }
+    print(
+        f"{name:26s} {row['ms']:8.2f} ms  {row['steps']:4.0f} steps  residual: median "
+        f"{row['median_residual']:.1e}, largest {row['largest_residual']:.1e}",
+        flush=True,
+    )
+    return row
+
+
+if __name__ == "__main__":
+    main()
