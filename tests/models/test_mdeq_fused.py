@@ -112,7 +112,18 @@ def gradients(cell, z, injection, directions, mode=True):
 def test_values_and_gradients(config, size, device):
     plain, fused, z, injection = problem(config, size, device)
     directions = [torch.randn_like(part) for part in z]
-    close(gradients(fused, z, injection, directions), gradients(plain, z, injection, directions))
+    found = gradients(fused, z, injection, directions)
+    expected = gradients(plain, z, injection, directions)
+    if device.type == "cpu":
+        close(found, expected)
+        return
+    # A GPU's convolutions round more, and norms of few numbers make much of it: for both forms.
+    wide = [part.double() for part in (*z, injection, *directions)]
+    count = len(z)
+    exact = gradients(plain.double(), tuple(wide[:count]), wide[count], wide[count + 1 :])
+    for a, b, truth in zip(found, expected, exact, strict=True):
+        size_of = truth.norm() + 1e-6
+        assert (a - truth).norm() <= 1e-5 * size_of + 10 * (b - truth).norm()
 
 
 def test_large(device):
