@@ -1,4 +1,4 @@
-"""How a recorded step grows: time and memory against batch, state size, solver steps and memory.
+"""How a recorded step grows: time and memory against batch, state size and solver steps.
 
 PYTHONPATH=src python3 benchmarks/scaling.py --out results/bench
 """
@@ -6,59 +6,47 @@ PYTHONPATH=src python3 benchmarks/scaling.py --out results/bench
 from __future__ import annotations
 
 import argparse
-import copy
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import gdeq
-from step import cell_times, measure, ours
+from gdeq.bench.steps import Setup, cell_times, default_setup, measure, ours
+
+AXES: dict[str, list[int]] = {
+    "forward": [3, 6, 9, 12, 18, 27, 36],
+    "batch": [32, 64, 128, 256, 512, 1024],
+    "side": [8, 16, 32, 64],
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="large")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="to see whether it runs")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    options.device = "cuda" if torch.cuda.is_available() else "cpu"
-    options.batch, options.side, options.forward, options.backward = 128, 32, 18, 20
-    options.precision = "bf16" if options.device == "cuda" else "float32"
+    setup = replace(default_setup(), rounds=options.rounds)
     torch.backends.cudnn.benchmark = False  # trying all algorithms for each shape takes minutes
-    axes: dict[str, list[Any]] = {
-        "batch": [32, 64, 128, 256, 512, 1024],
-        "side": [8, 16, 32, 64],
-        "forward": [3, 6, 9, 12, 18, 27, 36],
-    }
     rows = []
-    for axis, values in axes.items():
-        for value in values:
-            case = copy.copy(options)
-            setattr(case, axis, value)
-            rows.append({"axis": axis, "value": value, **one(case)})
+    for axis, values in AXES.items():
+        for value in values[:2] if options.tiny else values:
+            rows.append({"axis": axis, "value": value, **one(replace(setup, **{axis: value}))})
+            print(rows[-1], flush=True)
             if options.out:
                 save(options.out, rows)
     if options.out:
         draw(options.out, rows)
 
 
-def one(options: argparse.Namespace) -> dict[str, Any]:
-    images = torch.randn(options.batch, 3, options.side, options.side, device=options.device)
-    images = images.to(memory_format=torch.channels_last)
-    labels = torch.randint(0, 10, (options.batch,), device=options.device)
-    name = f"batch {options.batch}, side {options.side}, {options.forward} steps"
-    row = measure(
-        name,
-        lambda: ours(options, gdeq.GDEQ(), options.precision),
-        (images, labels),
-        options.rounds,
-    )
-    state = sum(
-        channels * (options.side // 2**i) ** 2 for i, channels in enumerate((32, 64, 128, 256))
-    )
-    f = cell_times(options, images)["f"] if options.device == "cuda" else 0.0
+def one(setup: Setup) -> dict[str, Any]:
+    row = measure(setup, "", lambda: ours(setup, gdeq.GDEQ()))
+    channels = (32, 64, 128, 256)
+    state = sum(c * (setup.side // 2**i) ** 2 for i, c in enumerate(channels))
+    f = cell_times(setup)["f"]
     return {"state": state, "ms": row["ms"], "peak_gib": row["peak_gib"], "f_ms": f}
 
 
@@ -90,7 +78,7 @@ def draw(out: Path, rows: list[dict[str, Any]]) -> None:
         top, bottom = grid[0][column], grid[1][column]
         top.plot(x, [row["ms"] for row in mine], "o-", label="step")
         top.plot(x, in_f, "s--", label="evaluations of f × time of one f")
-        bottom.plot(x, [row["peak_gib"] for row in mine], "o-", color="C2")
+        bottom.plot(x, [row["peak_gib"] or 0.0 for row in mine], "o-", color="C2")
         bottom.set_xlabel(title)
         scale = "linear" if axis == "forward" else "log"
         for axes in (top, bottom):

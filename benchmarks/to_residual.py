@@ -24,9 +24,9 @@ from torch import Tensor
 import gdeq
 from gdeq import data as datasets
 from gdeq import kernels
+from gdeq.bench.steps import Setup, arithmetic, milliseconds
 from gdeq.data import Batches
 from gdeq.models.mdeq import MDEQ, mdeq
-from step import arithmetic, milliseconds
 
 State = tuple[Tensor, ...]
 
@@ -78,7 +78,7 @@ def theirs(
 def residual(model: MDEQ, z: State, injection: Tensor) -> Tensor:  # (batch,)
     """By plain float32, whatever the solve was done in."""
     cell: Any = model.deq.cell
-    with arithmetic("float32"), kernels.use("off"):
+    with arithmetic(Setup(device=str(injection.device)), "float32"), kernels.use("off"):
         out = cell(tuple(part.float() for part in z), injection.float())
     f = torch.cat([part.flatten(1) for part in out], dim=1)
     here = torch.cat([part.float().flatten(1) for part in z], dim=1)
@@ -139,10 +139,11 @@ def measure(
     make: Callable[..., Callable[[], Any]],
 ) -> dict[str, Any]:
     model = load(options, fused)
-    with arithmetic(precision):
+    setup = Setup(device=options.device)
+    with arithmetic(setup, precision):
         injection = model.stem(images).float()
         solve = make(model, injection, options)
-        times = milliseconds(solve, options.rounds, warm=5)
+        times = milliseconds(setup, solve, options.rounds, warm=5)
         z, steps = solve()
     model.deq.cell.config = replace(model.deq.cell.config, fused=False)  # type: ignore[union-attr]
     reached = residual(model, z, injection)

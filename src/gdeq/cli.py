@@ -6,6 +6,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ import yaml
 from rich.console import Console
 from rich.progress import Progress
 
+from gdeq import bench as benches
 from gdeq import data as datasets
 from gdeq import report as reports
 from gdeq.training import checkpoint, folder, loop, process, runs
@@ -226,22 +228,40 @@ def report(
 @app.command()
 @plain_errors
 def bench(
-    source: Source = None,
-    settings: Settings = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps timed for each.")] = 10,
-    data: Root = None,
+    size: Annotated[str | None, typer.Option(help="small, tiny or large.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images in a batch.")] = None,
+    side: Annotated[int | None, typer.Option(min=4, help="Height and width of an image.")] = None,
+    forward: Annotated[int, typer.Option(min=1, help="Broyden steps of the forward pass.")] = 18,
+    backward: Annotated[int, typer.Option(min=1, help="Broyden steps of Implicit.")] = 20,
+    precision: Annotated[str | None, typer.Option(help="float32, tf32 or bf16, of ours.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Steps timed for each.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    peers: Annotated[str, typer.Option(help="Precisions in which torchdeq runs.")] = (
+        "float32,tf32,bf16"
+    ),
+    out: Annotated[Path | None, typer.Option(help="Folder for step.json, kernels.txt.")] = None,
 ) -> None:
-    """Time one training step with each gradient, in turns, on this machine."""
-    config = chosen(source, settings, runs.GRADIENTS)
-    rows = runs.bench(config, steps, data)
-    slowest = max(row["ms"] for row in rows if row["gradient"] == "implicit")
-    typer.echo(f"{config.data} {config.model.size}, batch {config.batch_size}, {rows[0]['device']}")
-    typer.echo("gradient      ms/step   against Implicit   peak MiB")
-    for row in rows:
-        peak = "-" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}"
-        typer.echo(
-            f"{row['gradient']:12s} {row['ms']:8.1f}   {slowest / row['ms']:15.2f}x   {peak:>8s}"
-        )
+    """Time one training step: the four gradients, torchdeq beside them, and where the time goes.
+
+    On a GPU the paper's MDEQ-LARGE with a batch of 128; on a CPU a small one.  Random images: no
+    data set is needed.  torchdeq is run where it is installed, and its best precision counts.
+    """
+    wanted = benches.default_setup()
+    given: dict[str, Any] = {
+        "size": size,
+        "batch": batch,
+        "side": side,
+        "forward": forward,
+        "backward": backward,
+        "precision": precision,
+        "rounds": rounds,
+        "device": device,
+    }
+    wanted = replace(wanted, **{k: v for k, v in given.items() if v is not None})
+    configs.check_names(wanted.size, wanted.precision)
+    process.start(wanted.device)
+    chosen_peers = tuple(name for name in peers.split(",") if name)
+    benches.run(wanted, peers=chosen_peers, out=out, tell=typer.echo)
 
 
 @app.command("data")

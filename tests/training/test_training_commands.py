@@ -235,13 +235,23 @@ def test_report_of_nothing(gdeq, tmp_path):
     assert "error: " in said
 
 
-def test_bench_times_every_gradient(gdeq):
-    code, said = gdeq("bench", "batch_size=4", "solver.max_iter=2", "--steps", "1")
+def test_bench_times_every_gradient(gdeq, tmp_path):
+    few = ("--batch", "2", "--forward", "2", "--backward", "2", "--rounds", "1")
+    code, said = gdeq("bench", *few, "--peers", "float32", "--out", tmp_path / "bench")
     assert code == 0, said
-    lines = {line.split()[0]: line for line in said.splitlines()[2:]}
-    assert set(lines) == {"implicit", "jfb", "npg", "gdeq"}
-    assert "1.00x" in lines["implicit"]
-    assert all(float(line.split()[1]) > 0 for line in lines.values())
+    found = json.loads((tmp_path / "bench" / "step.json").read_text())
+    names = ["gdeq: gdeq", "gdeq: jfb", "gdeq: npg", "gdeq: implicit"]
+    names += ["torchdeq: implicit, float32", "torchdeq: jfb, float32"]
+    assert [row["name"] for row in found["rows"]] == names
+    assert all(name in said for name in names)
+    assert all(row["ms"] > 0 for row in found["rows"])
+    assert "GDEQ step ÷ (6 evaluations × f)" in said
+
+
+def test_bench_refuses_what_there_is_not(gdeq):
+    code, said = gdeq("bench", "--size", "huge")
+    assert code == 1
+    assert "small" in said
 
 
 def test_info(gdeq):

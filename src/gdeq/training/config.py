@@ -241,7 +241,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "gradient": {"refine": 1},
         "optimizer": {
             "name": "sgd",
-            "lr": 0.1,
+            "lr": 0.03,
             "weight_decay": 5e-4,
             **_FAST,
             "clip": 5.0,
@@ -249,6 +249,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "augment": {"crop": 4, "flip": True},
     },
 }
+
+
+def check_names(size: str, precision: str) -> None:
+    """For a command that takes these two without a configuration."""
+    _build(Config, {"precision": precision, "model": {"size": size}}, "")
 
 
 def load(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -203,49 +200,6 @@ def compare(
         else:
             train(path, wanted, root)
     return list(table)
-
-
-def bench(config: Config, steps: int, root: Path | None = None) -> list[dict[str, Any]]:
-    """Milliseconds of one training step with each gradient.
-
-    They take turns step by step, so that what else the machine does falls on all of them alike;
-    the median counts.
-    """
-    trainers = {}
-    for name in GRADIENTS:
-        wanted = configs.replace(config, gradient__name=name, pretrain_steps=0)
-        me = process.start(wanted.device)
-        trainers[name] = Trainer(wanted, RunFolder(Path()), me, progress.Silent(), _text(root))
-    times: dict[str, list[float]] = {name: [] for name in GRADIENTS}
-    peaks: dict[str, float | None] = dict.fromkeys(GRADIENTS)
-    device = me.device
-    cuda = device.type == "cuda"
-    source = trainers[GRADIENTS[0]].train_batches
-    batches = (batch for epoch in itertools.count() for batch in source.epoch(epoch))
-    with precision(config, device):
-        for turn in range(steps + 2):  # the first two warm up
-            _, (images, labels) = next(batches)
-            for name, trainer in trainers.items():
-                if cuda:
-                    torch.cuda.synchronize()
-                    torch.cuda.reset_peak_memory_stats()
-                    before = torch.cuda.memory_allocated()
-                began = time.perf_counter()
-                trainer.one_step(images, labels)
-                if cuda:
-                    torch.cuda.synchronize()
-                    peaks[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
-                if turn >= 2:
-                    times[name].append(1e3 * (time.perf_counter() - began))
-    return [
-        {
-            "gradient": name,
-            "ms": statistics.median(times[name]),
-            "peak_mib": peaks[name],
-            "device": device_name(device),
-        }
-        for name in GRADIENTS
-    ]
 
 
 def default_pretraining(config: Config, root: Path | None) -> int:

@@ -1,0 +1,246 @@
+"""Training steps to be timed: forward, loss, backward and optimiser, data on the device.
+
+A fixed number of Broyden steps, none stopping early (tol=0), makes a fair comparison.  Ours is
+what `gdeq train` runs; on a GPU that is fused kernels and the whole step in one CUDA graph.
+torchdeq gets the same modules as f, and is run as shipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from gdeq.capture import CaptureWarning, capture
+from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit
+from gdeq.models.mdeq import MDEQ, mdeq
+from gdeq.regularize import hold
+from gdeq.solvers.broyden import Broyden
+
+Step = Callable[[Tensor, Tensor], Tensor]
+PEERS: dict[str, dict[str, Any]] = {"implicit": {"ift": True}, "jfb": {"grad": 1}}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is measured."""
+
+    size: str = "large"
+    batch: int = 128
+    side: int = 32  # of the images
+    forward: int = 18  # Broyden steps
+    backward: int = 20  # of Implicit
+    precision: str = "bf16"  # of ours: float32, tf32, bf16
+    rounds: int = 20
+    device: str = "cuda"
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+    def gradients(self) -> dict[str, Gradient]:
+        solver = Broyden(self.backward, tol=0.0)
+        return {
+            "gdeq": GDEQ(),
+            "gdeq refine 1": GDEQ(refine=1),
+            "jfb": JFB(),
+            "npg": NPG(steps=5, damping=0.5),
+            "implicit": Implicit(solver, double_backward=False),
+        }
+
+    def draw(self) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        images = torch.randn(self.batch, 3, self.side, self.side, device=self.device)
+        labels = torch.randint(0, 10, (self.batch,), device=self.device)
+        return images.to(memory_format=torch.channels_last), labels
+
+
+def default_setup() -> Setup:
+    """The paper's model on a GPU; on a CPU one that takes seconds."""
+    if torch.cuda.is_available():
+        return Setup()
+    return Setup(size="small", batch=64, side=8, precision="float32", rounds=10, device="cpu")
+
+
+@contextlib.contextmanager
+def arithmetic(setup: Setup, name: str) -> Iterator[None]:
+    """float32, tf32 or bf16 for what is computed inside."""
+    tf32 = name != "float32"
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    kind = "cuda" if setup.cuda else "cpu"
+    with torch.autocast(kind, torch.bfloat16, enabled=name == "bf16"):
+        yield
+
+
+def build(setup: Setup, gradient: Gradient, fused: bool | str = "auto") -> MDEQ:
+    torch.manual_seed(0)
+    solver = Broyden(setup.forward, tol=0.0)
+    kind: dict[str, Any] = {"dropout": 0.0, "outer_norm": "group", "fused": fused}
+    model = mdeq(setup.size, solver=solver, gradient=gradient, **kind).to(setup.device)
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def _optimizer(setup: Setup, model: nn.Module) -> torch.optim.Optimizer:
+    rate = torch.tensor(0.01, device=setup.device) if setup.cuda else 0.01
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=setup.cuda or None)
+
+
+def ours(setup: Setup, gradient: Gradient, precision: str | None = None) -> Step:
+    model = build(setup, gradient)
+    optimizer = _optimizer(setup, model)
+
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        torch.clear_autocast_cache()
+        optimizer.zero_grad(set_to_none=True)
+        with arithmetic(setup, precision or setup.precision):
+            loss = cross_entropy(model(images).float(), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return capture(step) if setup.cuda else step
+
+
+def torchdeq_is_there() -> bool:
+    return importlib.util.find_spec("torchdeq") is not None
+
+
+def theirs(setup: Setup, precision: str, **settings: Any) -> Step:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import torchdeq  # noqa: PLC0415 (optional)
+
+    # Plain modules: what a user of torchdeq has.
+    model = build(setup, JFB(), fused=False)
+    engine = torchdeq.get_deq(
+        core="sliced",
+        f_solver="broyden",
+        b_solver="broyden",
+        f_max_iter=setup.forward,
+        b_max_iter=setup.backward,
+        f_tol=0.0,
+        b_tol=0.0,
+        f_stop_mode="rel",
+        b_stop_mode="rel",
+        **settings,
+    )
+    engine.train()
+    optimizer = _optimizer(setup, model)
+    cell: Any = model.deq.cell
+
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        torch.clear_autocast_cache()
+        optimizer.zero_grad(set_to_none=True)
+        with arithmetic(setup, precision), hold(cell):
+            injection = model.stem(images)
+            found, _ = engine(lambda *z: cell(z, injection), cell.initial_state(injection))
+            loss = cross_entropy(model.head(found[-1]).float(), labels)
+            loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def milliseconds(setup: Setup, work: Callable[[], Any], rounds: int, warm: int = 4) -> list[float]:
+    for _ in range(warm):
+        work()
+    times = []
+    for _ in range(rounds):
+        if setup.cuda:
+            torch.cuda.synchronize()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            work()
+            times.append(1e3 * (time.perf_counter() - began))
+    return times
+
+
+def measure(
+    setup: Setup, name: str, make: Callable[[], Step], rounds: int | None = None
+) -> dict[str, Any]:
+    """Median time of a step, and what it needs of the device's memory from nothing on."""
+    gc.collect()
+    before = 0
+    if setup.cuda:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    batch = setup.draw()
+    step = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", CaptureWarning)
+        times = milliseconds(setup, lambda: step(*batch), rounds or setup.rounds)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if setup.cuda else None
+    return {
+        "name": name,
+        "ms": statistics.median(times),
+        "ms_min": min(times),
+        "ms_max": max(times),
+        "peak_gib": peak,
+        "loss": step(*batch).item(),
+        "graph": getattr(step, "graph", None) is not None,
+    }
+
+
+def in_graph(setup: Setup, work: Callable[[], Any], repeats: int) -> float:
+    """Milliseconds of one call of ``work``, from a graph that holds ``repeats`` of them."""
+    if not setup.cuda:
+        return statistics.median(milliseconds(setup, work, setup.rounds, warm=1))
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            work()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(repeats):
+            work()
+    return statistics.median(milliseconds(setup, graph.replay, setup.rounds)) / repeats
+
+
+def cell_times(setup: Setup) -> dict[str, float]:
+    """Of one evaluation of f without autograd, and of one VJP, as the step runs them."""
+    model = build(setup, JFB())
+    cell: Any = model.deq.cell
+    images, _ = setup.draw()
+    found: dict[str, float] = {}
+    with arithmetic(setup, setup.precision), hold(cell):
+        torch.clear_autocast_cache()
+        with torch.no_grad():
+            injection = model.stem(images)
+            z = model.deq(injection)
+            z = tuple(part.contiguous(memory_format=torch.channels_last) for part in z)
+            found["f"] = in_graph(setup, lambda: cell(z, injection), 10)
+        torch.clear_autocast_cache()
+
+        def with_products(count: int) -> Callable[[], None]:
+            def work() -> None:
+                start = tuple(part.detach().requires_grad_() for part in z)
+                out = cell(start, injection)
+                for _ in range(count):
+                    torch.autograd.grad(out, start, out, retain_graph=True)
+
+            return work
+
+        few, many = (in_graph(setup, with_products(n), 1) for n in (1, 6))
+        found["vjp"] = (many - few) / 5
+    return found
