@@ -217,7 +217,7 @@ def in_graph(setup: Setup, work: Callable[[], Any], repeats: int) -> float:
     return statistics.median(milliseconds(setup, graph.replay, setup.rounds)) / repeats
 
 
-def cell_times(setup: Setup) -> dict[str, float]:
+def cell_times(setup: Setup, vjp: bool = True) -> dict[str, float]:
     """Of one evaluation of f without autograd, and of one VJP, as the step runs them."""
     model = build(setup, JFB())
     cell: Any = model.deq.cell
@@ -231,6 +231,8 @@ def cell_times(setup: Setup) -> dict[str, float]:
             z = tuple(part.contiguous(memory_format=torch.channels_last) for part in z)
             found["f"] = in_graph(setup, lambda: cell(z, injection), 10)
         torch.clear_autocast_cache()
+        if not vjp:
+            return found
 
         def with_products(count: int) -> Callable[[], None]:
             def work() -> None:
