@@ -136,6 +136,7 @@ def test_the_step_under_way_is_the_last(
     def struck(trainer, *batch):
         if trainer.step + 1 == during:
             os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # as `timeout` does: the process, then its group
         real(trainer, *batch)
 
     run = tmp_path / "run"
@@ -181,8 +182,8 @@ def test_an_echo_of_the_signal_does_not_cost_the_save(monkeypatch):
         assert stops_at_once(signal.SIGINT)
 
 
-@pytest.mark.parametrize(("processes", "patience"), [(1, 0.0), (2, 20.0)])
-def test_several_processes_expect_an_echo(tmp_path, few_images, monkeypatch, processes, patience):
+@pytest.mark.parametrize(("processes", "patience"), [(1, 2.0), (2, 20.0)])
+def test_an_echo_is_expected(tmp_path, few_images, monkeypatch, processes, patience):
     monkeypatch.setattr(loop, "DistributedDataParallel", lambda model, device_ids: model)
     me = process.Process(torch.device("cpu"), 0, processes)
     config = configs.load("digits", RICH)

@@ -81,7 +81,7 @@ class Trainer:
         self.sums, self.test_sums = Sums(device), Sums(device)  # of this epoch
         self.recorded: dict[tuple[Any, ...], Callable[..., None]] = {}
         self.saved_at = time.monotonic()
-        self.stop = StopRequest(patience=20.0 if process.world_size > 1 else 0.0)
+        self.stop = StopRequest(patience=20.0 if process.world_size > 1 else 2.0)
         self.convergence = ConvergenceWatch(config)
         self.run_lock = RunLock()
         self.recorder: Recorder | None = None  # of the first process, while it trains

@@ -20,7 +20,8 @@ class StopRequest:
     """While it is open, SIGTERM and SIGINT are noted in ``caught``; a repeated one stops at once.
 
     patience: seconds for which repeats are ignored.  `torchrun` passes on what its workers have
-        already heard from the terminal; taken for impatience, the echo would cost the save.
+        already heard from the terminal, `timeout` signals the process and then its group; taken
+        for impatience, the echo would cost the save.
     """
 
     def __init__(self, patience: float = 0.0) -> None:
