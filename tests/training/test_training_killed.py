@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -201,6 +202,8 @@ def test_a_run_that_is_being_trained_is_left_alone(
     child = zygote.start(log, "train", *LONG, "--run", run)
     assert wait_until(lambda: steps_seen(run) >= 2, child)
     child.kill(signal.SIGSTOP)
+    status = Path(f"/proc/{child.pid}/stat")  # the signal takes a moment
+    assert wait_until(lambda: status.read_text().rsplit(")", 1)[1].split()[0] == "T", child)
     before = {p.name: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     code, said = gdeq("train", "--resume", run)
     assert code == 1, said
