@@ -24,13 +24,39 @@ def test_examples_run(shown, capsys):
 
 
 def test_lines_about_the_three_choices_run():
-    (shown,) = (b for b in blocks("python") if "class " not in b)
+    (shown,) = (b for b in blocks("python") if "class " not in b and "capture" not in b)
     x, W = torch.randn(2, 3), 0.1 * torch.randn(3, 3)
     f = lambda z, x: torch.tanh(z @ W.T + x)  # noqa: E731
     names = {"gdeq": gdeq, "cell": f, "f": f, "x": x, "z0": torch.zeros(2, 3)}
     exec(shown, names)
     assert names["sol"].converged.all()
     assert names["deq"](x).shape == x.shape
+
+
+def test_the_recorded_step_trains():
+    (shown,) = (b for b in blocks("python") if "gdeq.capture" in b)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":  # what it says of a CPU: it runs as it is, and one warning says why
+        shown = shown.replace('torch.tensor(0.1, device="cuda"), fused=True', "0.1")
+    torch.manual_seed(0)
+    cell = torch.nn.Linear(4, 4)
+    with torch.no_grad():
+        cell.weight.mul_(0.3)
+    deq = gdeq.DEQ(lambda z, x: torch.tanh(cell(z) + x))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), deq, torch.nn.Linear(4, 2)).to(device)
+    cell.to(device)
+    names = {"torch": torch, "gdeq": gdeq, "model": model}
+    exec(shown, names)
+    x = torch.randn(16, 4, device=device)
+    y = (x[:, 0] > 0).long()
+    if device == "cpu":
+        with pytest.warns(gdeq.CaptureWarning, match="runs without a CUDA graph"):
+            first = names["step"](x, y)
+    else:
+        first = names["step"](x, y)
+    for _ in range(30):
+        last = names["step"](x, y)
+    assert last < first
 
 
 def test_commands_exist():
