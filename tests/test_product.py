@@ -142,20 +142,25 @@ def test_a_sample_that_misses_the_tolerance_gets_its_best_iterate_and_that_inver
         assert_near(found.inverse.as_matrix(), expected.inverse.as_matrix(), 1e-7)
 
 
-def test_vectors_longer_than_a_chunk_and_parts_that_do_not_fill_one(form):
+@pytest.mark.parametrize(
+    "shapes",
+    [[(700,), (5, 29, 31), (3,)], [(704,), (4, 20, 20), (1024,), (16,)]],
+    ids=["any size", "multiples of 16"],
+)
+def test_vectors_longer_than_a_chunk_and_parts_that_do_not_fill_one(form, shapes):
     torch.manual_seed(1)
-    matrix = torch.randn(700, 700, dtype=torch.float64, device=DEVICE) * 0.02
+    n = shapes[0][0]
+    matrix = torch.randn(n, n, dtype=torch.float64, device=DEVICE) * 0.02
 
     def f(z):
         joined = torch.cat([part.flatten(1) for part in z], dim=1)
-        out = torch.tanh(joined[:, :700] @ matrix.T) * 0.9
-        rest = 0.5 * torch.cos(joined[:, 700:])
+        out = torch.tanh(joined[:, :n] @ matrix.T) * 0.9
+        rest = 0.5 * torch.cos(joined[:, n:])
         flat = torch.cat([out, rest], dim=1)
         sizes = [part[0].numel() for part in z]
         parts = flat.split(sizes, dim=1)
         return tuple(p.reshape(q.shape) + 0.1 for p, q in zip(parts, z, strict=True))
 
-    shapes = [(700,), (5, 29, 31), (3,)]
     z0 = tuple(torch.zeros(2, *shape, dtype=torch.float64, device=DEVICE) for shape in shapes)
     expected, found = both(form, lambda: gdeq.solve(f, z0, gdeq.Broyden(10, 1e-9)))
     assert_same_solution(expected, found, 1e-10)

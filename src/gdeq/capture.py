@@ -70,6 +70,10 @@ class Captured:
             self._check(inputs)
         if self.reason is not None:
             return self.step(*inputs)
+        with torch.cuda.device(inputs[0].device):  # where streams and graphs are made
+            return self._on_device(*inputs)
+
+    def _on_device(self, *inputs: Tensor) -> Any:
         signature = [(x.shape, x.dtype, x.device, x.stride()) for x in inputs]
         if self.signature is None:
             self.signature = signature
@@ -97,6 +101,8 @@ class Captured:
             )
         if not inputs or not all(x.is_cuda for x in inputs):
             self._give_up("its inputs are not on a CUDA device")
+        elif len({x.device for x in inputs}) > 1:
+            self._give_up("its inputs are on several CUDA devices")
 
     def _give_up(self, reason: str) -> None:
         self.reason = reason

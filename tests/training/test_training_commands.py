@@ -241,7 +241,8 @@ def test_bench_times_every_gradient(gdeq, tmp_path):
     assert code == 0, said
     found = json.loads((tmp_path / "bench" / "step.json").read_text())
     names = ["gdeq: gdeq", "gdeq: jfb", "gdeq: npg", "gdeq: implicit"]
-    names += ["torchdeq: implicit, float32", "torchdeq: jfb, float32"]
+    peers = ("implicit", "implicit by a hook", "jfb")
+    names += [f"torchdeq: {peer}, float32" for peer in peers]
     assert [row["name"] for row in found["rows"]] == names
     assert all(name in said for name in names)
     assert all(row["ms"] > 0 for row in found["rows"])

@@ -1,8 +1,9 @@
 """Training steps to be timed: forward, loss, backward and optimiser, data on the device.
 
-A fixed number of Broyden steps, none stopping early (tol=0), makes a fair comparison.  Ours is
-what `gdeq train` runs; on a GPU that is fused kernels and the whole step in one CUDA graph.
-torchdeq gets the same modules as f, and is run as shipped.
+A fixed number of Broyden steps, none stopping early (tol=0), makes a fair comparison.  Ours runs as
+in `gdeq train`: on a GPU with fused kernels and the whole step in one CUDA graph.  torchdeq gets the
+same modules as f, and is run as shipped, in eager PyTorch.  Neither has dropout, both have group
+norm throughout.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from gdeq.regularize import hold
 from gdeq.solvers.broyden import Broyden
 
 Step = Callable[[Tensor, Tensor], Tensor]
-PEERS: dict[str, dict[str, Any]] = {"implicit": {"ift": True}, "jfb": {"grad": 1}}
+PEERS: dict[str, dict[str, Any]] = {
+    "implicit": {"ift": True},
+    "implicit by a hook": {"hook_ift": True},  # an evaluation of f less
+    "jfb": {"grad": 1},
+}
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,17 @@ def default_setup() -> Setup:
 @contextlib.contextmanager
 def arithmetic(setup: Setup, name: str) -> Iterator[None]:
     """float32, tf32 or bf16 for what is computed inside."""
-    tf32 = name != "float32"
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    tf32, places = name != "float32", (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [place.allow_tf32 for place in places]
+    for place in places:
+        place.allow_tf32 = tf32  # type: ignore[attr-defined]
     kind = "cuda" if setup.cuda else "cpu"
-    with torch.autocast(kind, torch.bfloat16, enabled=name == "bf16"):
-        yield
+    try:
+        with torch.autocast(kind, torch.bfloat16, enabled=name == "bf16"):
+            yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.allow_tf32 = value  # type: ignore[attr-defined]
 
 
 def build(setup: Setup, gradient: Gradient, fused: bool | str = "auto") -> MDEQ:
@@ -182,11 +193,15 @@ def measure(
     if setup.cuda:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
     batch = setup.draw()
     step = make()
     with warnings.catch_warnings():
         warnings.simplefilter("always", CaptureWarning)
+        step(*batch)
+        if setup.cuda:  # after the first step, in which cuDNN tries what each algorithm needs
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         times = milliseconds(setup, lambda: step(*batch), rounds or setup.rounds)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if setup.cuda else None
     return {
@@ -195,6 +210,7 @@ def measure(
         "ms_min": min(times),
         "ms_max": max(times),
         "peak_gib": peak,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if setup.cuda else None,
         "loss": step(*batch).item(),
         "graph": getattr(step, "graph", None) is not None,
     }

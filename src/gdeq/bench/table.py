@@ -82,7 +82,7 @@ def _run(
                 ) -> Any:
                     return theirs(setup, precision, **settings)
 
-                add(measure(setup, title, make_peer, max(3, setup.rounds // 4)))
+                add(measure(setup, title, make_peer, max(3, setup.rounds // 2)))
     elif peers:
         tell("  (torchdeq is not installed: pip install torchdeq to have it beside)")
     found["cell"] = cell_times(setup)
@@ -115,7 +115,7 @@ def lines(setup: Setup, found: dict[str, Any]) -> list[str]:
     for name in ("gdeq: implicit", "gdeq: jfb", "gdeq: npg", "gdeq: gdeq refine 1"):
         if name in rows:
             told.append(f"{name[6:]:14s} {rows[name]['ms'] / mine:6.2f} × the GDEQ step")
-    for label in PEERS:
+    for label in ("implicit", "jfb"):
         those = [row for name, row in rows.items() if name.startswith(f"torchdeq: {label}")]
         if those:
             best = min(those, key=lambda row: row["ms"])

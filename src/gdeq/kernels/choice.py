@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,13 @@ def chosen(x: Tensor) -> str:
     if choice != "auto":
         return choice
     return "triton" if x.is_cuda and triton_is_there() and torch.version.hip is None else "off"
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

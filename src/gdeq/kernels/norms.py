@@ -30,7 +30,6 @@ and sums the gradients of all of them over the batch at once.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gdeq.kernels import available
+from gdeq.kernels.choice import available, on_device
 
 try:
     import triton
@@ -983,13 +982,6 @@ def _differentiates(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return contextlib.nullcontext()
-
-
 def _destination(like: Tensor, out: Tensor | None, dtype: torch.dtype | None) -> Tensor:
     if out is None:
         return empty_channels_last(like.shape, dtype or like.dtype, like.device)
@@ -1157,7 +1149,7 @@ def _launch_norm(
     assert out_strides is not None
     tile = choose_tile(TUNING["norm"], height * width, channels, groups, x.element_size())
     (weight, bias), affine_sample = _affine_arguments(weight, bias)
-    with _on_device(x):
+    with on_device(x):
         _norm_kernel[(batch * triton.cdiv(groups, tile.group_block),)](
             x,
             x_sample,
@@ -1242,7 +1234,7 @@ def _launch_norm_backward(
     sums = torch.empty(2, batch, channels, device=x.device) if partials else None
     tile = choose_tile(TUNING["norm_backward"], height * width, channels, groups, x.element_size())
     (weight, bias), affine_sample = _affine_arguments(weight, bias)
-    with _on_device(x):
+    with on_device(x):
         _norm_backward_kernel[(batch * triton.cdiv(groups, tile.group_block),)](
             x,
             x_sample,
@@ -1385,7 +1377,7 @@ def _launch_block_end(
         mask = mask.contiguous()
     injected = (y, 0, 0) if injection is None else _channels_last(injection)
     affine, affine_sample = _affine_arguments(*vectors)
-    with _on_device(y):
+    with on_device(y):
         _block_end_kernel[(batch * triton.cdiv(groups, tile.group_block),)](
             *_channels_last(y),
             mask,
@@ -1482,7 +1474,7 @@ def _launch_block_end_backward(
         mask = mask.contiguous()
     injected = (y, 0, 0) if injection is None else _channels_last(injection)
     affine, affine_sample = _affine_arguments(*vectors)
-    with _on_device(y):
+    with on_device(y):
         _block_end_backward_kernel[(batch * triton.cdiv(groups, tile.group_block),)](
             *_channels_last(y),
             mask,
@@ -1636,7 +1628,7 @@ def _launch_fuse(
     for i in range(MAX_SOURCES):
         k = min(i, len(sources) - 1)
         tensors_of += [*_channels_last(sources[k].raw), *affine[2 * k : 2 * k + 2]]
-    with _on_device(out):
+    with on_device(out):
         _fuse_kernel[(batch * triton.cdiv(groups, tile.group_block),)](
             *((out, 0, 0) if own is None else _channels_last(own)),
             *tensors_of,
@@ -1735,7 +1727,7 @@ def _launch_fuse_backward(
     for i in range(MAX_SOURCES):
         k = min(i, len(sources) - 1)
         tensors_of += [*_channels_last(sources[k].raw), scales[k], *_channels_last(raws[k])]
-    with _on_device(out):
+    with on_device(out):
         _fuse_backward_kernel[(batch * triton.cdiv(groups, tile.group_block),)](
             *_channels_last(dout),
             *_channels_last(out),

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gdeq.kernels.choice import on_device
 from gdeq.ledger import Ledger
 from gdeq.product import ProductInverse, store_dtype
 from gdeq.recording import recording
@@ -25,6 +26,7 @@ from gdeq.solvers.base import Solver, noise_level
 BLOCK = 1024  # numbers in a chunk
 TILE = 2  # stored steps that a program reads at once
 WARPS = 4
+ALIGNMENT = 16
 
 # Rows of the numbers kept for each sample.
 ABSOLUTE, RELATIVE, FIRST_ABSOLUTE, FIRST_SIZE, PEAK, BEST_ABSOLUTE, BEST_RESIDUAL = range(7)
@@ -42,13 +44,21 @@ SMALL = tl.constexpr(1e-26)  # a sum of squares below may be missing some
 
 
 @triton.jit
-def _place(table, b, chunk, batch, d, BLOCK: tl.constexpr):
-    """Where a chunk of sample b lies: in a batched vector, in parts, and how long it is."""
+def _place(table, b, chunk, batch, d, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a chunk of sample b lies: in a batched vector, in parts, and how long it is.
+
+    ALIGNED: all parts are multiples of 16 numbers.  Numbers from a table could be anything; told
+    this, the compiler loads 16 bytes at once instead of 2 or 4, with half the registers.
+    """
     row = tl.load(table + chunk * 5)
     start = tl.load(table + chunk * 5 + 1)  # of the part, for a batch of one
     size = tl.load(table + chunk * 5 + 2)
     offset = tl.load(table + chunk * 5 + 3)
     length = tl.load(table + chunk * 5 + 4)
+    if ALIGNED:
+        row, start = tl.multiple_of(row, 16), tl.multiple_of(start, 16)
+        size, offset = tl.multiple_of(size, 16), tl.multiple_of(offset, 16)
+        length = tl.multiple_of(length, 16)
     lane = tl.arange(0, BLOCK)
     in_rows = b * d + row + lane
     in_parts = start * batch + b * size + offset + lane
@@ -70,7 +80,8 @@ def _store_squares(at, g, there, here, y):
 @triton.jit(do_not_specialize=["count"])
 def _dots(
     z, fz, last_fz, steps, table, partial, norms, counter, batch, d, step_stride, chunks, count,
-    COUNTED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+    COUNTED: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """a_j = s_jᵀg, the new row s_jᵀs_{t−1} of G, and ‖g‖², ‖f(z)‖², ‖z‖², ‖y‖²: one chunk of each.
 
@@ -80,7 +91,7 @@ def _dots(
     if COUNTED:
         count = tl.load(counter)
     kind = z.dtype.element_ty
-    lane, row, length, in_rows, in_parts = _place(table, b, chunk, batch, d, BLOCK)
+    lane, row, length, in_rows, in_parts = _place(table, b, chunk, batch, d, ALIGNED, BLOCK)
     column, inside = row + lane, lane < length
     here = tl.load(z + in_rows, mask=inside, other=0.0)
     there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
@@ -182,7 +193,10 @@ def _judge(
     COUNTED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """`Ledger.accepts` and `Ledger.note`, then the weights of `PlainSweep._learn`: one sample."""
+    """`Ledger.accepts` and `Ledger.note`, then the weights of `PlainSweep._learn`: one sample.
+
+    In one warp: a second could read a sample's numbers after the first has replaced them.
+    """
     b = tl.program_id(0).to(tl.int64)
     if COUNTED:
         count = tl.load(counter)
@@ -301,7 +315,7 @@ def _weighted_steps(total, base, weight, lane, row, length, d, count, TILE: tl.c
 @triton.jit(do_not_specialize=["count"])
 def _step(
     z, fz, steps, parts, table, weight, lead, moves, counter, batch, d, step_stride, count,
-    COUNTED: tl.constexpr, PARTS: tl.constexpr,
+    COUNTED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into z: one chunk."""
@@ -309,7 +323,7 @@ def _step(
     if COUNTED:
         count = tl.load(counter)
     kind = z.dtype.element_ty
-    lane, row, length, in_rows, in_parts = _place(table, b, chunk, batch, d, BLOCK)
+    lane, row, length, in_rows, in_parts = _place(table, b, chunk, batch, d, ALIGNED, BLOCK)
     column, inside = row + lane, lane < length
     here = tl.load(z + in_rows, mask=inside, other=0.0)
     share = tl.load(lead + b)
@@ -329,12 +343,15 @@ def _step(
 
 
 @triton.jit
-def _rebuild(first, z, steps, at, taken, table, batch, d, step_stride, BLOCK: tl.constexpr):
+def _rebuild(
+    first, z, steps, at, taken, table, batch, d, step_stride,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """z = z_0 + s_0 + … + s_{at−1}, by the additions of the solve, for who must go back."""
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     wanted = tl.load(at + b)
     if wanted < tl.load(taken + b):
-        lane, row, length, in_rows, _in_parts = _place(table, b, chunk, batch, d, BLOCK)
+        lane, row, length, in_rows, _in_parts = _place(table, b, chunk, batch, d, ALIGNED, BLOCK)
         column, inside = row + lane, lane < length
         total = tl.load(first + in_rows, mask=inside, other=0.0)
         for j in range(0, wanted):
@@ -346,11 +363,11 @@ def _rebuild(first, z, steps, at, taken, table, batch, d, step_stride, BLOCK: tl
 @triton.jit
 def _dots_of(
     x, steps, table, partial, batch, d, step_stride, chunks, count,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """a_j = s_jᵀx of `ProductInverse.matvec`: one chunk of each."""
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    lane, row, length, in_rows, _in_parts = _place(table, b, chunk, batch, d, BLOCK)
+    lane, row, length, in_rows, _in_parts = _place(table, b, chunk, batch, d, ALIGNED, BLOCK)
     column, inside = row + lane, lane < length
     here = tl.load(x + in_rows, mask=inside, other=0.0)
     base = steps + b * step_stride
@@ -403,11 +420,11 @@ def _weights_of(
 @triton.jit
 def _apply(
     x, y, steps, table, weight, batch, d, step_stride, count,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """y = −(x + Σ weight_j s_j): one chunk."""
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    lane, row, length, in_rows, _in_parts = _place(table, b, chunk, batch, d, BLOCK)
+    lane, row, length, in_rows, _in_parts = _place(table, b, chunk, batch, d, ALIGNED, BLOCK)
     inside = lane < length
     total = tl.load(x + in_rows, mask=inside, other=0.0)
     base = steps + b * step_stride
@@ -451,6 +468,7 @@ class Sweep:
         self.solver, self.precision, self.max_steps = solver, precision, max_steps
         self.scale = scale
         self.table = _table(tuple(sizes), device)
+        self.aligned = all(size % ALIGNMENT == 0 for size in sizes)
         self.in_parts = len(sizes) > 1 or dtype != z.dtype
         self.parts = self.z.view(-1)
         if self.in_parts:
@@ -504,13 +522,18 @@ class Sweep:
         torch.sum(self.whole[ACTIVE], 0, keepdim=True, out=self.unfinished)
 
     def _launch(self, t: int, fz: Tensor, counted: bool) -> None:
+        with on_device(self.z):
+            self._launch_here(t, fz, counted)
+
+    def _launch_here(self, t: int, fz: Tensor, counted: bool) -> None:
         batch, d = self.z.shape
         stride, chunks = self.steps.stride(0), len(self.table)
         grid = (chunks, batch)
         _dots[grid](
             self.z, fz, self.last_fz, self.steps, self.table, self.partial, self.norms,
             self.counter, batch, d, stride, chunks, t,
-            COUNTED=counted, BLOCK=BLOCK, TILE=TILE, PLACES=self.places, num_warps=WARPS,
+            COUNTED=counted, ALIGNED=self.aligned, BLOCK=BLOCK, TILE=TILE, PLACES=self.places,
+            num_warps=WARPS,
         )  # fmt: skip
         solver = self.solver
         judge = _judge_first if t == 0 else _judge
@@ -521,13 +544,13 @@ class Sweep:
             float(solver.tol), float(self.precision),
             float(torch.finfo(self.z.dtype).eps), noise_level(self.precision),
             COUNTED=counted, WATCH=solver.tol > 0, RELATIVE_STOP=solver.stop == "relative",
-            LINEAR=self.scale is not None, PLACES=self.places, CHUNKS=32, num_warps=2,
+            LINEAR=self.scale is not None, PLACES=self.places, CHUNKS=32, num_warps=1,
         )  # fmt: skip
         _step[grid](
             self.z, fz, self.steps, self.parts, self.table, self.weight, self.lead, self.moves,
             self.counter, batch, d, stride, t,
-            COUNTED=counted, PARTS=self.in_parts, BLOCK=BLOCK, TILE=TILE, PLACES=self.places,
-            num_warps=WARPS,
+            COUNTED=counted, PARTS=self.in_parts, ALIGNED=self.aligned,
+            BLOCK=BLOCK, TILE=TILE, PLACES=self.places, num_warps=WARPS,
         )  # fmt: skip
 
     def _grow(self) -> None:
@@ -557,10 +580,11 @@ class Sweep:
     def settle(self, at: Tensor, last: int) -> tuple[Tensor, ProductInverse]:  # at: (batch,)
         batch, d = self.z.shape
         taken = self.whole[STEPS].long()
-        _rebuild[(len(self.table), batch)](
-            self.first, self.z, self.steps, at.long(), taken, self.table,
-            batch, d, self.steps.stride(0), BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+        with on_device(self.z):
+            _rebuild[(len(self.table), batch)](
+                self.first, self.z, self.steps, at.long(), taken, self.table,
+                batch, d, self.steps.stride(0), ALIGNED=self.aligned, BLOCK=BLOCK, num_warps=WARPS,
+            )  # fmt: skip
         place = torch.arange(self.places, device=at.device)
         keep = (self.keep != 0) & (place < at.unsqueeze(1))
         return self.z, ProductInverse(self.steps[:, : last + 1], self.gram, keep)
@@ -568,6 +592,11 @@ class Sweep:
 
 def apply(steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool) -> Tensor:
     """`ProductInverse.matvec`."""
+    with on_device(x):
+        return _applied(steps, gram, keep, x, transposed)
+
+
+def _applied(steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool) -> Tensor:
     batch, count, d = steps.shape
     x = x.contiguous()
     kind = torch.promote_types(x.dtype, gram.dtype)
@@ -580,18 +609,19 @@ def apply(steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool
     partial = gram.new_empty(batch, chunks, places)
     weight = gram.new_empty(batch, places)
     kept = keep.to(torch.int8)
+    aligned = d % ALIGNMENT == 0
     stride = steps.stride(0)
     _dots_of[(chunks, batch)](
         x, steps, table, partial, batch, d, stride, chunks, count,
-        BLOCK=BLOCK, TILE=TILE, PLACES=places, num_warps=WARPS,
+        ALIGNED=aligned, BLOCK=BLOCK, TILE=TILE, PLACES=places, num_warps=WARPS,
     )  # fmt: skip
     _weights_of[(batch,)](
         partial, gram, kept, weight, chunks, count,
-        TRANSPOSED=transposed, PLACES=places, CHUNKS=32, num_warps=2,
+        TRANSPOSED=transposed, PLACES=places, CHUNKS=32, num_warps=1,
     )  # fmt: skip
     y = torch.empty_like(x)
     _apply[(chunks, batch)](
         x, y, steps, table, weight, batch, d, stride, count,
-        BLOCK=BLOCK, TILE=TILE, PLACES=places, num_warps=WARPS,
+        ALIGNED=aligned, BLOCK=BLOCK, TILE=TILE, PLACES=places, num_warps=WARPS,
     )  # fmt: skip
     return y
