@@ -25,6 +25,15 @@ def test_no_such_folder(tmp_path):
     assert "nowhere does not exist" in message([tmp_path / "nowhere"], tmp_path / "out")
 
 
+def test_paths_are_told_as_they_were_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "first")
+    assert message([Path("nowhere")], Path("out")) == "nowhere does not exist"
+    assert message([Path("runs")], Path("out")).startswith("runs is not a run folder")
+    assert "(try runs/*)" in message([Path("runs")], Path("out"))
+    assert report.write([Path("runs/first")], Path("out")) == Path("out/report.html")
+
+
 def test_a_file_is_no_run(tmp_path):
     (tmp_path / "file").write_text("x")
     assert "is a file, not a run folder" in message([tmp_path / "file"], tmp_path / "out")

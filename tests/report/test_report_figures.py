@@ -1,11 +1,14 @@
 """What is plotted, before it is drawn."""
 
 import json
+import re
 
 import pytest
 from report_runs import make_run
 
+from gdeq.report.draw import draw
 from gdeq.report.figures import floor, make_figures, thinned
+from gdeq.report.methods import looks
 from gdeq.report.rows import make_rows
 from gdeq.report.runs import read_runs
 from gdeq.report.similarity import similarities
@@ -24,9 +27,25 @@ def test_long_lines_are_thinned_to_medians():
 def test_the_accuracy_axis_leaves_out_the_first_epochs_of_long_runs():
     assert floor([[10.0, 50.0, 90.0]]) is None
     rising = [10.0, 50.0, 80.0, *([90.0] * 9), 92.0]
-    bottom = floor([rising, rising[:2]])
+    bottom = floor([rising, rising])
     assert 80 < bottom < 90
     assert floor([]) is None
+    assert floor([[90.0] * 12]) is None
+
+
+@pytest.mark.parametrize("low", [[10.0, 18.0], [18.0]])
+def test_the_accuracy_axis_holds_the_end_of_every_run(low):
+    rising = [10.0, 50.0, 80.0, *([90.0] * 9), 92.0]
+    bottom = floor([rising, low])
+    assert bottom is None or bottom < 18
+
+
+def test_a_single_epoch_has_whole_ticks(tmp_path):
+    rows = make_rows(read_runs([make_run(tmp_path / "a", epochs=1)]))
+    (figure,) = (f for f in make_figures(rows) if f.name == "accuracy_epochs")
+    _, svg = draw(figure, looks([row.label for row in rows]))
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+    assert texts[: texts.index("epoch")] == ["1"]
 
 
 def test_figures_without_data_are_left_out(tmp_path):

@@ -1,6 +1,7 @@
 """The page as a browser parses it, and the files beside it."""
 
 import csv
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from report_runs import make_run
 
 from gdeq import report
+from gdeq.report.style import CSS
 
 VOID = {"meta", "br", "path", "use", "rect", "image"}
 
@@ -169,12 +171,78 @@ def test_text_from_run_folders_stays_text(tmp_path):
     assert "</text>$<i>" in page.text
 
 
+def bold(paths, out):
+    text = report.write(paths, out).read_text()
+    table = re.search(r'<table id="headline">.*?</table>', text, re.DOTALL).group()
+    return re.findall(r'class="best">([^<]*)<', table)
+
+
+def ended(path, accuracy):
+    summary = json.loads((path / "summary.json").read_text())
+    (path / "summary.json").write_text(json.dumps(summary | {"test_accuracy": accuracy}))
+    return path
+
+
+def test_less_than_one_test_image_is_not_best(tmp_path):
+    implicit = make_run(tmp_path / "i", "implicit")
+    gdeq = ended(make_run(tmp_path / "g"), 90.0)
+    # One of the 360 digits is 0.278 %.
+    assert bold([ended(implicit, 90.2), gdeq], tmp_path / "out") == ["2.16×"]
+    assert bold([ended(implicit, 90.0), gdeq], tmp_path / "out") == ["2.16×"]
+    assert bold([ended(implicit, 90.0 + 100 / 360), gdeq], tmp_path / "out") == ["90.28", "2.16×"]
+
+
+def test_speed_ups_that_are_equal_have_no_best(tmp_path):
+    paths = [make_run(tmp_path / name, name, seconds=0.1) for name in ("implicit", "jfb")]
+    assert "1.00×" not in bold(paths, tmp_path / "out")
+
+
+def test_nothing_is_best_after_one_epoch(tmp_path):
+    paths = [make_run(tmp_path / name, name, epochs=1) for name in ("implicit", "jfb")]
+    assert bold(paths, tmp_path / "out") == []
+    rows = Page((tmp_path / "out" / "report.html").read_text()).tables["headline"][2:]
+    assert [row[1] for row in rows] == ["1.00×22 steps timed", "2.06×22 steps timed"]
+
+
+def test_a_speed_up_over_few_steps_is_not_best(tmp_path):
+    paths = [make_run(tmp_path / name, name, epochs=4) for name in ("implicit", "jfb")]
+    assert not [text for text in bold(paths, tmp_path / "out") if "×" in text]
+
+
+def test_an_unfinished_run_beside_a_finished_one_is_named(tmp_path):
+    paths = [make_run(tmp_path / "a"), make_run(tmp_path / "half", seed=1, until=3)]
+    page = Page(report.write(paths, tmp_path / "out").read_text())
+    assert page.tables["headline"][2][2].endswith("1 run, 1 unfinished†")
+    assert "† Not finished, the latest figure: half (epoch 3 of 12, not counted)." in page.text
+
+
+def test_the_page_says_over_seeds_only_of_seeds(tmp_path):
+    paths = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
+    page = Page(report.write(paths, tmp_path / "out").read_text())
+    assert "over seeds" not in page.text
+    assert "deviation over runs, some of the same seed." in page.text
+
+
+def test_a_wide_table_says_on_a_phone_that_it_scrolls(comparison):
+    text = comparison[1].read_text()
+    hint = '<p class="hint">scroll →</p><div class="scroll" tabindex="0"><table id='
+    assert f'{hint}"headline"' in text
+    assert f'{hint}"runs"' in text
+    assert f'{hint}"environment"' not in text
+    phone = CSS[CSS.index("max-width: 600px") :]
+    assert ".hint { display: none; }" in CSS
+    assert ".hint { display: block;" in phone
+    assert "var(--shade), transparent) right / 22px 100% scroll" in CSS
+    # Collapsed rules stay behind a sticky cell's background.
+    assert "border-collapse: separate" in CSS
+
+
 def test_out_may_name_the_page(tmp_path):
     path = make_run(tmp_path / "a", epochs=2, until=1)
     (path / "metrics.jsonl").unlink()  # nothing to draw
     found = report.write([str(path)], tmp_path / "deep" / "my page.html")
     assert found == tmp_path / "deep" / "my page.html"
-    assert Page(found.read_text()).tables["runs"][1][4] == "in epoch 0 of 2"
+    assert Page(found.read_text()).tables["runs"][1][4] == "not started"
     assert (tmp_path / "deep" / "table.csv").is_file()
 
 

@@ -40,7 +40,41 @@ def test_one_seed_has_no_spread(tmp_path):
 
 def test_a_seed_that_ran_twice_is_one_seed(tmp_path):
     (row,) = rows_of([make_run(tmp_path / "a"), make_run(tmp_path / "b")]).values()
-    assert formats.seeds(row.without) == "1 seed, 2 runs"
+    assert formats.seeds(row.without) == "2 runs, 1 seed"
+    text = report.table([tmp_path / "a", tmp_path / "b"])
+    assert "(2 runs, 1 seed)" in text
+    assert "deviation over runs, some of the same seed" in text
+    assert "over seeds" not in text
+
+
+def test_different_seeds_are_called_seeds(tmp_path):
+    text = report.table([make_run(tmp_path / str(seed), seed=seed) for seed in range(3)])
+    assert "(3 seeds)" in text
+    assert "deviation over seeds" in text
+    assert "(1 run)" in report.table([tmp_path / "0"])
+
+
+def test_an_unfinished_run_in_a_row_is_marked_and_named(tmp_path):
+    paths = [make_run(tmp_path / "a"), make_run(tmp_path / "half", seed=1, until=3)]
+    text = report.table(paths)
+    assert "(1 run, 1 unfinished†)" in text
+    assert "† unfinished, the latest figure: half (epoch 3 of 12, not counted)" in text
+
+
+def test_a_run_that_did_not_start_says_so(tmp_path):
+    path = make_run(tmp_path / "a", epochs=1, until=1)
+    (path / "metrics.jsonl").unlink()
+    text = report.table([path])
+    assert "† (not started)" in text
+    assert "0/1" not in text
+    assert "epoch 0" not in text
+
+
+def test_few_timed_steps_stand_beside_the_speed_up(tmp_path):
+    few = [make_run(tmp_path / name, name, epochs=4) for name in ("implicit", "gdeq")]
+    assert "2.16× (88 steps timed)" in report.table(few)
+    many = [make_run(tmp_path / f"{name}5", name, epochs=5) for name in ("implicit", "gdeq")]
+    assert "timed" not in report.table(many)
 
 
 def test_speedup_is_the_ratio_of_seconds_per_step(tmp_path):

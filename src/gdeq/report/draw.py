@@ -93,7 +93,7 @@ def _lines(axes: Axes, figure: Figure, looks: dict[str, Look]) -> None:
             markevery=1 if many <= 12 else (many // 10, many // 5),
         )
     if figure.columns[0] == "epoch":
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if figure.bottom is not None:
         best = max(y for line in figure.marks if isinstance(line, Line) for _, y in line.points)
         axes.set_ylim(figure.bottom, best + 0.06 * (best - figure.bottom))

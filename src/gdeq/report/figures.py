@@ -127,13 +127,17 @@ def _against_time(rows: list[Row]) -> Figure:
 
 
 def floor(curves: list[list[float]]) -> float | None:
-    """Where the accuracy axis begins: the first epochs of a long run would flatten all others."""
+    """Where the accuracy axis begins: the first epochs of a long run would flatten all others.
+
+    Where each run ends is always on it, however low.
+    """
     longest = max((len(curve) for curve in curves), default=0)
     if longest < 10:
         return None
-    settled = min(value for curve in curves for value in curve[longest // 4 :])
+    settled = min(v for curve in curves for v in (*curve[longest // 4 :], *curve[-1:]))
     best = max(max(curve) for curve in curves)
-    return max(0.0, settled - 0.15 * (best - settled))
+    bottom = max(0.0, settled - 0.15 * (best - settled))
+    return bottom if any(value < bottom for curve in curves for value in curve) else None
 
 
 def _against_epochs(rows: list[Row]) -> Figure:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gdeq.report.rows import Cell, Row
+from gdeq.report.runs import Run
 
 NONE = "–"
 UNFINISHED = "†"
+FEW_STEPS = 100  # timed: below this a speed-up is said to rest on few
 
 
 def duration(seconds: float | None) -> str:
@@ -53,14 +57,52 @@ def scientific(value: float) -> str:
 
 
 def seeds(cell: Cell) -> str:
-    """How many runs stand behind an accuracy, and how far they are if not to the end."""
+    """How many runs stand behind an accuracy, and how far they are if not to the end.
+
+    Seeds are named only where they differ or where they are fewer than the runs.
+    """
     if not cell.runs:
         return ""
     if not cell.finished:
         return ", ".join(dict.fromkeys(run.progress for run in cell.runs))
-    count, runs = cell.seeds, len(cell.counted)
-    text = f"{count} seed{'s' if count != 1 else ''}"
-    return text if runs == count else f"{text}, {runs} runs"
+    seeds, runs = cell.seeds, len(cell.counted)
+    text = count(seeds, "seed") if runs == seeds > 1 else count(runs, "run")
+    if runs != seeds:
+        text += f", {count(seeds, 'seed')}"
+    left = len(cell.unfinished)
+    return f"{text}, {left} unfinished{UNFINISHED}" if left else text
+
+
+def count(many: int, name: str) -> str:
+    return f"{many} {name}" if many == 1 else f"{many} {name}s"
+
+
+def spread_over(rows: list[Row]) -> str:
+    """What the standard deviations are over: seeds only where each run has its own."""
+    cells = [cell for row in rows for cell in (row.without, row.pretrained)]
+    same = any(cell.seeds < len(cell.counted) for cell in cells if cell.spread is not None)
+    return "over runs, some of the same seed" if same else "over seeds"
+
+
+def few_steps(row: Row) -> str:
+    """How many steps were timed for a speed-up, where they are few."""
+    if row.speedup is None or row.speedup_steps >= FEW_STEPS:
+        return ""
+    return f"{count(row.speedup_steps, 'step')} timed"
+
+
+def unfinished(rows: Iterable[Row]) -> str:
+    """The unfinished runs by name, how far they are, and whether a figure rests on them."""
+    found = []
+    for row in rows:
+        for cell in (row.without, row.pretrained):
+            found += [_state(run, cell) for run in cell.unfinished]
+    return "; ".join(found)
+
+
+def _state(run: Run, cell: Cell) -> str:
+    state = f"{run.name} ({run.progress}"
+    return f"{state}, not counted)" if cell.finished and run.started else f"{state})"
 
 
 def times(row: Row) -> tuple[str, str]:

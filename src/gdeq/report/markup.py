@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 
 VOID = {"meta", "br"}
+WIDE = 6  # columns, from which on a phone does not show a table whole
 
 
 class Markup(str):
@@ -35,7 +36,9 @@ def table(head: list[Markup], body: list[list[object]], name: str = "") -> Marku
         cells = [tag("td", c) if not _is_cell(c) else Markup(c) for c in rest]
         lines.append(tag("tr", tag("th", first, scope="row"), *cells))
     made = tag("table", tag("thead", *head), tag("tbody", *lines), **({"id": name} if name else {}))
-    return tag("div", made, class_="scroll", tabindex="0")
+    box = tag("div", made, class_="scroll", tabindex="0")
+    wide = bool(body) and len(body[0]) >= WIDE
+    return join(tag("p", "scroll →", class_="hint"), box) if wide else box
 
 
 def _is_cell(child: object) -> bool:

@@ -21,7 +21,7 @@ Drawn = dict[str, str]  # figure name → SVG
 READING = (
     "Speed-up is Implicit’s training time per step divided by the method’s, on the same data, "
     "model, batch size, precision and device. Accuracy is that of the final epoch: mean ± standard "
-    "deviation over seeds. Times are of the runs without pre-training where there are any. VJPs "
+    "deviation SPREAD. Times are of the runs without pre-training where there are any. VJPs "
     "are the vector-Jacobian products of one backward pass."
 )
 
@@ -47,7 +47,7 @@ def make_page(
         *(tag("p", problem, class_="note") for problem in tables.problems(runs)),
         tag("h2", "Speed and accuracy"),
         tables.headline(rows, looks),
-        tag("p", READING + _unsaid(runs) + _unfinished(runs), class_="note"),
+        tag("p", _reading(rows) + _unsaid(runs) + _unfinished(rows), class_="note"),
         *_section("Convergence", accuracy, drawn),
         *([_passing(), moments] if moments else []),
         *_section("Solver", others, drawn),
@@ -74,19 +74,15 @@ def lead(runs: list[Run]) -> str:
     """One line on what is compared, and where."""
     unfinished = sum(not run.finished for run in runs)
     parts = [
-        _count(len(runs), "run") + (f" ({unfinished} unfinished)" if unfinished else ""),
-        _count(len({label(run.gradient) for run in runs}), "method"),
+        formats.count(len(runs), "run") + (f" ({unfinished} unfinished)" if unfinished else ""),
+        formats.count(len({label(run.gradient) for run in runs}), "method"),
         _all(run.config.get("data") for run in runs),
         _all(flatten(run.config).get("model.size") for run in runs),
         _all(_parameters(run) for run in runs),
-        _all(_count(run.epochs_wanted, "epoch") for run in runs),
+        _all(formats.count(run.epochs_wanted, "epoch") for run in runs),
         _all(run.device for run in runs),
     ]
     return " · ".join(part for part in parts if part)
-
-
-def _count(many: int, name: str) -> str:
-    return f"{many} {name}" if many == 1 else f"{many} {name}s"
 
 
 def _parameters(run: Run) -> str:
@@ -99,19 +95,22 @@ def _all(values: Iterable[object]) -> str:
     return ", ".join(dict.fromkeys(str(value) for value in values if value))
 
 
+def _reading(rows: list[Row]) -> str:
+    return READING.replace("SPREAD", formats.spread_over(rows))
+
+
 def _unsaid(runs: list[Run]) -> str:
     found = ", ".join(f"{key}={value}" for key, value in usual(runs).items())
     return f" Unless a row says otherwise: {found}." if found else ""
 
 
-def _unfinished(runs: list[Run]) -> str:
-    if all(run.finished for run in runs):
-        return ""
-    return f" {formats.UNFINISHED} The run is not finished: its latest figure."
+def _unfinished(rows: list[Row]) -> str:
+    named = formats.unfinished(rows)
+    return f" {formats.UNFINISHED} Not finished, the latest figure: {named}." if named else ""
 
 
 def _passing() -> Markup:
-    text = "Training time after which a test first passed an accuracy (mean over seeds)."
+    text = "Training time after which a test first passed an accuracy (mean over runs)."
     return tag("p", text, class_="note")
 
 

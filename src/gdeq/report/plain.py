@@ -13,7 +13,6 @@ from gdeq.report.rows import Cell, Row
 from gdeq.report.runs import Run
 
 HEAD = ["Method", "Speed-up", "Accuracy %", "pre-trained", "ms/step", "Time", "VJPs"]
-SEEDS = "(n): number of seeds, over which mean ± standard deviation; speed-up against Implicit"
 
 
 def text_table(rows: list[Row]) -> str:
@@ -21,7 +20,7 @@ def text_table(rows: list[Row]) -> str:
     body = [
         [
             _printable(row.label),
-            formats.speedup(row.speedup),
+            _speedup(row),
             _with_seeds(row.without),
             _with_seeds(row.pretrained),
             *formats.times(row),
@@ -32,22 +31,28 @@ def text_table(rows: list[Row]) -> str:
     widths = [max(len(line[column]) for line in [HEAD, *body]) for column in range(len(HEAD))]
     rule = "  ".join("-" * width for width in widths)
     lines = [_aligned(HEAD, widths), rule, *(_aligned(line, widths) for line in body)]
-    lines.append(SEEDS)
+    lines.append(
+        f"mean ± standard deviation {formats.spread_over(rows)}; speed-up against Implicit"
+    )
     unsaid = usual([run for row in rows for run in row.runs])
     if unsaid:
         told = ", ".join(f"{key}={value}" for key, value in unsaid.items())
         lines.append(_printable(f"unless a row says otherwise: {told}"))
     if any(formats.UNFINISHED in text for line in body for text in line):
-        lines.append(f"{formats.UNFINISHED} unfinished: the latest figure (epoch / of all)")
+        named = _printable(formats.unfinished(rows))
+        lines.append(f"{formats.UNFINISHED} unfinished, the latest figure: {named}")
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _with_seeds(cell: Cell) -> str:
     if not cell.runs:
         return formats.NONE
-    run = cell.runs[0]
-    behind = cell.seeds if cell.finished else f"{run.epochs_done}/{run.epochs_wanted}"
-    return f"{formats.accuracy(cell)} ({behind})"
+    return f"{formats.accuracy(cell)} ({formats.seeds(cell)})"
+
+
+def _speedup(row: Row) -> str:
+    few = formats.few_steps(row)
+    return formats.speedup(row.speedup) + (f" ({few})" if few else "")
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> str:
@@ -79,8 +84,7 @@ def table_csv(rows: list[Row]) -> str:
     for row in rows:
         line: list[object] = [row.label, row.speedup]
         for cell in (row.without, row.pretrained):
-            unfinished = sum(not run.finished for run in cell.runs)
-            line += [cell.mean, cell.spread, cell.seeds, unfinished]
+            line += [cell.mean, cell.spread, cell.seeds, len(cell.unfinished)]
         line += [row.ms_per_step, row.seconds, row.seconds_per_step, row.vjps, row.epochs]
         lines.append(line)
     return csv_text(head, lines)

@@ -44,6 +44,10 @@ class Cell:
     def seeds(self) -> int:
         return len({str(run.seed) for run in self.counted})
 
+    @property
+    def unfinished(self) -> list[Run]:
+        return [run for run in self.runs if not run.finished]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -52,6 +56,7 @@ class Row:
     label: str
     runs: tuple[Run, ...]
     speedup: float | None = None
+    speedup_steps: int = 0  # timed for it: the method's or Implicit's, whichever are fewer
 
     @property
     def without(self) -> Cell:
@@ -80,6 +85,10 @@ class Row:
         return mean(run.seconds_per_step for run in self.timed)
 
     @property
+    def steps_timed(self) -> int:
+        return int(sum(run.steps_done or 0 for run in self.timed))
+
+    @property
     def vjps(self) -> str:
         """Measured where the metrics hold it, else what the settings tell."""
         found = mean(number(record.get("vjps")) for run in self.runs for record in run.steps)
@@ -106,15 +115,19 @@ def make_rows(runs: list[Run]) -> list[Row]:
     for run in runs:
         groups.setdefault(labels[run.path], []).append(run)
     rows = [Row(name, tuple(groups[name])) for name in sorted(groups, key=methods.rank)]
-    return [replace(row, speedup=_speedup(row, rows)) for row in rows]
+    return [_with_speedup(row, rows) for row in rows]
 
 
-def _speedup(row: Row, rows: list[Row]) -> float | None:
+def _with_speedup(row: Row, rows: list[Row]) -> Row:
     """Against Implicit under the same recipe, else under the only other one of its workload."""
     baseline = _baseline(row, rows)
     if baseline is None or not row.seconds_per_step or not baseline.seconds_per_step:
-        return None
-    return baseline.seconds_per_step / row.seconds_per_step
+        return row
+    return replace(
+        row,
+        speedup=baseline.seconds_per_step / row.seconds_per_step,
+        speedup_steps=min(row.steps_timed, baseline.steps_timed),
+    )
 
 
 def _baseline(row: Row, rows: list[Row]) -> Row | None:

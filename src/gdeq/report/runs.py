@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 Record = dict[str, Any]
+NOT_STARTED = "not started"
 
 
 class ReportError(RuntimeError):
@@ -97,7 +98,13 @@ class Run:
         return (self.summary or {}).get("device") or self.environment.get("device")
 
     @property
+    def started(self) -> bool:
+        return self.finished or bool(self.steps or self.epochs)
+
+    @property
     def progress(self) -> str:
+        if not self.started:
+            return NOT_STARTED
         return f"epoch {self.epochs_done} of {self.epochs_wanted}"
 
     def _figure(self, in_summary: str, in_epoch: str) -> float | None:
@@ -110,8 +117,14 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Each folder once, in the order given, under names that tell them apart."""
     if not paths:
         raise ReportError("no runs given: name one or more run folders, as in `gdeq report runs/*`")
-    runs = [read_run(path) for path in dict.fromkeys(Path(p).resolve() for p in paths)]
-    return [replace(run, name=_distinct_name(run.path, runs)) for run in runs]
+    once: dict[Path, Path] = {}
+    for path in paths:
+        once.setdefault(Path(path).resolve(), Path(path))
+    runs = [read_run(path) for path in once.values()]  # messages name the path as it was given
+    return [
+        replace(run, path=path, name=_distinct_name(path, list(once)))
+        for path, run in zip(once, runs, strict=True)
+    ]
 
 
 def read_run(path: Path) -> Run:
@@ -197,10 +210,10 @@ def _ordered(metrics: list[Record], kind: str, key: str) -> list[Record]:
     return [by_key[at] for at in sorted(by_key)]
 
 
-def _distinct_name(path: Path, runs: list[Run]) -> str:
+def _distinct_name(path: Path, paths: list[Path]) -> str:
     """The folder's name, with as many parents as it takes."""
     for count in range(1, len(path.parts)):
         tail = path.parts[-count:]
-        if sum(run.path.parts[-count:] == tail for run in runs) == 1:
+        if sum(other.parts[-count:] == tail for other in paths) == 1:
             return "/".join(tail)
     return str(path)

@@ -2,9 +2,9 @@
 
 CSS = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #1d2127; --soft: #5d6672;
-  --line: #d9dee4; --card: #f6f7f9; --mark: #233dae; LIGHT }
+  --line: #d9dee4; --card: #f6f7f9; --mark: #233dae; --shade: #0000004d; LIGHT }
 @media (prefers-color-scheme: dark) { :root { --page: #14171b; --text: #e4e8ec; --soft: #9ea8b3;
-  --line: #353b43; --card: #1c2026; --mark: #35d0ff; DARK } }
+  --line: #353b43; --card: #1c2026; --mark: #35d0ff; --shade: #ffffff4d; DARK } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--page); color: var(--text);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -16,8 +16,13 @@ details .scroll { border-width: 1px 0 0; border-radius: 0; margin: 0; }
 p { margin: 4px 0 12px; max-width: 75ch; }
 .soft, .note { color: var(--soft); }
 .note { font-size: 0.875rem; }
-.scroll { overflow-x: auto; margin: 10px 0; border: 1px solid var(--line); border-radius: 8px; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+.scroll { overflow-x: auto; margin: 10px 0; border: 1px solid var(--line); border-radius: 8px;
+  background: linear-gradient(to left, var(--page) 40%, transparent) right / 56px 100% local,
+    linear-gradient(to left, var(--shade), transparent) right / 22px 100% scroll;
+  background-repeat: no-repeat; } /* a shade at the edge behind which there is more */
+.hint { display: none; }
+table { border-collapse: separate; border-spacing: 0; width: 100%;
+  font-variant-numeric: tabular-nums; }
 th, td { padding: 8px 14px; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--line); vertical-align: top; }
 tbody tr:last-child > * { border-bottom: 0; }
@@ -45,6 +50,8 @@ pre { margin: 0; padding: 10px 14px; overflow-x: auto; font-size: 0.8125rem; lin
   border-top: 1px solid var(--line); background: var(--card); }
 @media (max-width: 600px) { main { padding: 18px 14px 40px; } table { font-size: 0.875rem; }
   th, td { padding: 6px 9px; }
+  .hint { display: block; text-align: right; margin: 8px 0 -6px; font-size: 0.8125rem;
+    color: var(--soft); }
   tbody th { min-width: 7rem; max-width: 9.5rem; }
   figure { padding: 12px 8px 6px; } h1 { font-size: 1.4rem; } }
 @media print { details > * { display: block; } }
