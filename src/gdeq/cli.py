@@ -38,6 +38,7 @@ EXPECTED = (
     process.DeviceError,
     datasets.DataError,
     reports.ReportError,
+    benches.BenchError,
 )
 
 Source = Annotated[
@@ -103,6 +104,11 @@ def train(
     if resume is not None:
         if run is not None:
             raise configs.ConfigError("--resume goes on in its own folder: leave --run out")
+        if source is not None and (source in configs.PRESETS or is_yaml(source)):
+            raise configs.ConfigError(
+                f"--resume takes no preset and no file: the run's own config.yaml counts; leave "
+                f"{source} out (settings such as epochs=5 may follow)"
+            )
         # With --resume the first argument, if there is one, is a setting.
         overrides = [*([] if source is None else [source]), *(settings or [])]
         if dry_run:
@@ -173,7 +179,7 @@ def similarity(
     batch_size: Annotated[int, typer.Option(min=1, help="Images in each.")] = 64,
     exact_tol: Annotated[
         float,
-        typer.Option(min=0.0, help="Residual that the exact gradient and its equilibrium need."),
+        typer.Option(help="Residual that the exact gradient and its equilibrium need (above 0)."),
     ] = 1e-4,
     data: Root = None,
     device: Device = None,
@@ -181,7 +187,8 @@ def similarity(
     """The paper's cosine figure: each method's gradient beside the exact one, at chosen epochs.
 
     Each method uses the run's solver, as in training; the exact gradient is that of the equilibrium
-    itself.  All in float32, whatever the run's precision.
+    itself.  All in float32, whatever the run's precision.  Of the run's similarity.jsonl, the
+    epochs that are looked at are replaced, each once it is complete, and the others kept.
     """
     by_method: dict[tuple[int, str], list[float]] = {}
     worst: dict[int, tuple[float, float]] = {}
@@ -235,10 +242,14 @@ def bench(
     backward: Annotated[int, typer.Option(min=1, help="Broyden steps of Implicit.")] = 20,
     precision: Annotated[str | None, typer.Option(help="float32, tf32 or bf16, of ours.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Steps timed for each.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
-    peers: Annotated[str, typer.Option(help="Precisions in which torchdeq runs.")] = (
-        "float32,tf32,bf16"
-    ),
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help="Precisions in which torchdeq runs: some of float32,tf32,bf16, or none.",
+            show_default="all on a GPU, float32 on a CPU",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for step.json, kernels.txt.")] = None,
 ) -> None:
     """Time one training step: the four gradients, torchdeq beside them, and where the time goes.
@@ -255,12 +266,12 @@ def bench(
         "backward": backward,
         "precision": precision,
         "rounds": rounds,
-        "device": device,
+        "device": None if device == "auto" else device,
     }
     wanted = replace(wanted, **{k: v for k, v in given.items() if v is not None})
     configs.check_names(wanted.size, wanted.precision)
-    process.start(wanted.device)
-    chosen_peers = tuple(name for name in peers.split(",") if name)
+    chosen_peers = benches.read_peers(peers, wanted)
+    runs.start_on(wanted.device, "--device ")
     benches.run(wanted, peers=chosen_peers, out=out, tell=typer.echo)
 
 
@@ -310,12 +321,16 @@ def default_name(config: Config) -> str:
     return "-".join([*parts, f"seed{config.seed}", time.strftime("%Y%m%d-%H%M%S")])
 
 
+def is_yaml(source: str) -> bool:
+    return Path(source).suffix in (".yaml", ".yml") and "=" not in source
+
+
 def describe(config: Config, told: runs.Forecast) -> None:
+    for problem in told.problems:
+        typer.secho(f"error: {problem}", fg="red", err=True)
     console.print(yaml.safe_dump(configs.to_dict(config), sort_keys=False))
     for line in told.lines:
         console.print(line)
-    for problem in told.problems:
-        typer.secho(f"error: {problem}", fg="red", err=True)
     if told.problems:
         raise typer.Exit(1)
 

@@ -111,10 +111,39 @@ def test_all_damaged(stopped, few_images, gdeq):
     assert (stopped / "metrics.jsonl").read_bytes() == metrics  # nothing was thrown away
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ([], "all 6 steps are done: only the end of the run is left\n"),
+        (["epochs=3"], "continuing at step 6 of 9 (epoch 3)\n"),
+    ],
+)
+def test_a_resumed_run_says_where_it_goes_on(stopped, few_images, gdeq, settings, line):
+    code, said = gdeq("train", "--resume", stopped, *settings)
+    assert code == 0, said
+    assert said.startswith(line)
+
+
+def test_the_first_epoch_is_saved_in_a_short_run(tmp_path, few_images, gdeq, monkeypatch):
+    """Whatever checkpoint_seconds says; the later ones are not, until the end."""
+    saved, real = [], checkpoint.save
+
+    def noting(run, step, state):
+        saved.append(step)
+        return real(run, step, state)
+
+    monkeypatch.setattr(checkpoint, "save", noting)
+    settings = [*TINY, "epochs=4", "checkpoint_seconds=1000"]
+    code, said = gdeq("train", *settings, "--run", tmp_path / "run")
+    assert code == 0, said
+    assert saved == [PER_EPOCH, 4 * PER_EPOCH]
+
+
 def test_none_at_all_begins_anew(stopped, reference, few_images, gdeq):
     shutil.rmtree(stopped / "checkpoints")
     code, said = gdeq("train", "--resume", stopped)
     assert code == 0, said
+    assert said.startswith("no checkpoint yet: starting from the beginning\n")
     assert_same_run(stopped, reference)
 
 

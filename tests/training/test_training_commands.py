@@ -11,6 +11,8 @@ import training_runs
 from training_runs import RICH, TINY
 
 from gdeq import __version__
+from gdeq import bench as benches
+from gdeq.bench import table
 from gdeq.training import config as configs
 from gdeq.training import folder, runs, similarity
 
@@ -183,6 +185,45 @@ def test_similarity_with_a_batch_larger_than_the_data_set(gdeq, run):
     assert "error: --batch-size 13 is larger than the data set (12 samples): lower it" in said
 
 
+def test_similarity_keeps_the_other_epochs(gdeq, run, monkeypatch):
+    first = run / "snapshots/epoch-001.safetensors"
+    (run / "snapshots/epoch-002.safetensors").write_bytes(first.read_bytes())
+    few = ["--batches", "1", "--batch-size", "4"]
+    code, said = gdeq("similarity", run, *few)
+    assert code == 0, said
+    assert "replaced" not in said
+    both = records_of(run)
+    assert [r["epoch"] for r in both] == [1] * len(METHODS) + [2] * len(METHODS)
+    code, said = gdeq("similarity", run, "--epoch", "1", "--batches", "2", "--batch-size", "4")
+    assert code == 0, said
+    assert "epoch 1: its earlier records in similarity.jsonl are replaced" in said
+    assert "epoch 2" not in said
+    now = records_of(run)
+    assert [r["epoch"] for r in now] == [1] * 2 * len(METHODS) + [2] * len(METHODS)
+    assert now[2 * len(METHODS) :] == both[len(METHODS) :]
+    # Stopped within the second epoch: the first is new, the second as it was.
+    real = runs.similarity
+
+    def struck(model, source, solver, batches, epoch, exact_tol):
+        for record in real(model, source, solver, batches, epoch, exact_tol):
+            yield record
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "similarity", struck)
+    with pytest.raises(KeyboardInterrupt):
+        list(runs.measure_similarity(run, batches=1, batch_size=4))
+    assert [r["epoch"] for r in records_of(run)] == [r["epoch"] for r in both]
+    assert records_of(run)[len(METHODS) :] == both[len(METHODS) :]
+
+
+@pytest.mark.parametrize("tol", ["0", "-1", "nan", "inf"])
+def test_similarity_needs_a_tolerance(gdeq, run, tol):
+    code, said = gdeq("similarity", run, "--exact-tol", tol)
+    assert code == 1
+    assert f"error: --exact-tol must be above 0, got {tol}" in said
+
+
 def test_compare(gdeq, tmp_path):
     out = tmp_path / "out"
     settings = [*TINY, "epochs=1", "solver.max_iter=2", "gradient.max_iter=3"]
@@ -219,6 +260,10 @@ def test_compare(gdeq, tmp_path):
     code, said = gdeq("compare", *settings, "seed=0", "optimizer.lr=0.5", "--out", out)
     assert code == 1
     assert "was made with other settings; choose another --out" in said
+    assert "(optimizer.lr: 0.001 -> 0.5)" in said
+    code, said = gdeq("compare", *settings, "epochs=2", "--no-pretraining", "--out", out)
+    assert code == 1
+    assert "(epochs: 1 -> 2)" in said
 
 
 def test_report(gdeq, run, tmp_path):
@@ -247,12 +292,72 @@ def test_bench_times_every_gradient(gdeq, tmp_path):
     assert all(name in said for name in names)
     assert all(row["ms"] > 0 for row in found["rows"])
     assert "GDEQ step ÷ (6 evaluations × f)" in said
+    if not torch.cuda.is_available():
+        assert "in a graph" not in said
+    assert " 0 TFLOP/s" not in said
+    assert "FLOP/s of a large matrix product" in said
 
 
-def test_bench_refuses_what_there_is_not(gdeq):
+def test_bench_refuses_what_there_is_not(gdeq, tmp_path):
     code, said = gdeq("bench", "--size", "huge")
     assert code == 1
     assert "small" in said
+    for peers in ("foo", "float32,foo", "none,foo"):
+        code, said = gdeq("bench", "--peers", peers)
+        assert code == 1
+        assert "is no precision; write some of float32,tf32,bf16 with commas" in said
+    (tmp_path / "file").write_text("")
+    few = ("--batch", "2", "--forward", "1", "--backward", "1", "--rounds", "1")
+    code, said = gdeq("bench", *few, "--out", tmp_path / "file")
+    assert code == 1
+    assert said == f"error: --out {tmp_path / 'file'} is a file, not a folder: choose another\n"
+    code, said = gdeq("bench", *few, "--out", tmp_path / "file" / "inner")
+    assert code == 1
+    assert f"error: cannot make the folder {tmp_path / 'file' / 'inner'}: Not a directory" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_bench_without_a_gpu_says_what_to_do(gdeq):
+    code, said = gdeq("bench", "--device", "cuda")
+    assert code == 1
+    assert "PyTorch sees no GPU here; use --device cpu or --device auto" in said
+
+
+def test_bench_peers():
+    cpu, gpu = benches.Setup(device="cpu"), benches.Setup(device="cuda")
+    assert benches.read_peers(None, cpu) == ("float32",)  # bf16 may be an illegal instruction
+    assert benches.read_peers(None, gpu) == ("float32", "tf32", "bf16")
+    assert benches.read_peers("none", gpu) == benches.read_peers("", gpu) == ()
+    assert benches.read_peers("tf32, float32", cpu) == ("tf32", "float32")
+
+
+@pytest.mark.parametrize(
+    ("precision", "peers", "named"),
+    [
+        ("bf16", (), "float32 for --precision is"),
+        ("float32", ("bf16",), "float32 for --peers is"),
+        ("bf16", ("bf16",), "float32 for --precision and --peers is"),
+        ("float32", None, None),
+    ],
+)
+def test_bench_warns_of_bf16_on_a_cpu_before_it_begins(monkeypatch, precision, peers, named):
+    said = []
+    monkeypatch.setattr(table, "_run", lambda *args: said.append("begun") or {})
+    setup = benches.Setup(precision=precision, device="cpu")
+    benches.run(setup, peers=peers, tell=said.append)
+    assert said.pop() == "begun"
+    assert len(said) == (named is not None)
+    if named:
+        assert said[0].startswith("warning: bf16 on a CPU")
+        assert named in said[0]
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [(12.0, "12.0 "), (4.5e6, "4.5 M"), (85e9, "85.0 G"), (7.9e14, "790.0 T"), (4e15, "4000.0 T")],
+)
+def test_bench_figures_have_a_fitting_prefix(amount, text):
+    assert table.scaled(amount) == text
 
 
 def test_info(gdeq):

@@ -174,7 +174,13 @@ def test_a_dry_run_tells_what_would_happen(gdeq, tmp_path, monkeypatch, few_imag
     assert "steps: 3 an epoch, 9 in all" in said
     assert "parameters: 91,514" in said
     assert "would train into runs/digits-small-jfb-seed0-" in said
+    assert ", a new folder" in said
     assert not list(tmp_path.iterdir())
+    (tmp_path / "empty").mkdir()
+    code, said = gdeq("train", *TINY, "--run", "empty", "--dry-run")
+    assert code == 0, said
+    assert "would train into empty, which is there and holds nothing yet" in said
+    assert "a new folder" not in said
 
 
 def test_a_dry_run_tells_all_problems_at_once(gdeq, tmp_path):
@@ -184,6 +190,7 @@ def test_a_dry_run_tells_all_problems_at_once(gdeq, tmp_path):
     code, said = gdeq("train", "cifar10", "device=cuda:99", *place, "--dry-run")
     assert code == 1
     assert said.count("error: ") == 3
+    assert said.rindex("error: ") < said.index("data: cifar10")  # not after a page of settings
     assert "use device=cpu" in said
     assert "`gdeq data cifar10`" in said
     assert f"{tmp_path / 'run'} exists already and is left as it is" in said
@@ -204,7 +211,7 @@ def test_a_dry_run_of_a_resume(gdeq, tmp_path, few_images):
     assert "seed cannot change in the middle of a run" in said
     code, said = gdeq("train", "digits", "--resume", tmp_path, "--dry-run")
     assert code == 1
-    assert "'digits' is not a setting" in said
+    assert "--resume takes no preset" in said
     assert files(tmp_path) == before
 
 

@@ -74,7 +74,8 @@ def test_a_key_like_nothing(gdeq):
         ("device=tpu", "error: device must be auto, cpu or cuda, got 'tpu'"),
         ("data=mnist", "error: data must be 'digits'"),
         ("epochs=[1", "epochs: cannot read the value '[1'"),
-        ("solver=picard", "Picard builds none; use gdeq.Broyden(), or another gradient"),
+        ("solver=picard", "solver=picard builds none; use solver=broyden, or another gradient"),
+        ("solver=anderson", "solver=anderson builds none; use solver=broyden, or another gradient"),
         ("gradient.tolerance=-1", "error: gradient.tolerance must be above 0, got -1.0"),
     ],
 )
@@ -157,19 +158,36 @@ def test_a_run_folder_that_exists_is_left_alone(gdeq, tmp_path, few_images):
     (run / "thesis.txt").write_text("years of work")
     said = refused(gdeq, "train", *TINY, "--run", run)
     assert f"{run} exists already and is left as it is" in said
-    assert f"gdeq train --resume {run}" in said
-    assert "--run" in said
+    assert "--resume" not in said  # it is no run
+    assert "choose another folder with --run" in said
     assert [(p.name, p.read_text()) for p in run.iterdir()] == [("thesis.txt", "years of work")]
+
+
+def test_a_run_that_is_there_can_be_continued(gdeq, tmp_path, few_images):
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    said = refused(gdeq, "train", *TINY, "--run", tmp_path)
+    assert f"continue it with `gdeq train --resume {tmp_path}`, or choose another folder" in said
+
+
+def test_a_comparison_names_its_own_option(gdeq, tmp_path, few_images):
+    (tmp_path / "jfb-seed0").mkdir()
+    (tmp_path / "jfb-seed0" / "thesis.txt").write_text("years of work")
+    said = refused(gdeq, "compare", *TINY, "--no-pretraining", "--out", tmp_path)
+    assert "jfb-seed0 exists already" in said
+    assert "choose another folder with --out" in said
+    assert "--run" not in said
 
 
 def test_a_file_where_the_run_folder_should_be(gdeq, tmp_path, few_images):
     (tmp_path / "file").write_text("")
-    assert "exists already" in refused(gdeq, "train", *TINY, "--run", tmp_path / "file")
+    said = refused(gdeq, "train", *TINY, "--run", tmp_path / "file")
+    assert f"{tmp_path / 'file'} exists already and is a file, not a folder" in said
+    assert "--resume" not in said
     said = refused(gdeq, "train", *TINY, "--run", tmp_path / "file" / "run")
     assert "cannot make the run folder" in said
     assert f"{tmp_path / 'file'}: Not a directory" in said
     dry = refused(gdeq, "train", *TINY, "--run", tmp_path / "file" / "run", "--dry-run")
-    assert dry.endswith(said)
+    assert dry.startswith(said.strip())  # before the configuration
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -192,12 +210,21 @@ def test_a_folder_that_is_no_run(gdeq, tmp_path, command):
     said = refused(gdeq, *command, tmp_path)
     assert f"{tmp_path} is not a run folder: it holds no config.yaml" in said
     assert not list(tmp_path.iterdir())
+    said = refused(gdeq, *command, tmp_path / "none")
+    assert f"error: {tmp_path / 'none'} does not exist" in said
+    (tmp_path / "file").write_text("")
+    said = refused(gdeq, *command, tmp_path / "file")
+    assert f"error: {tmp_path / 'file'} is a file, not a run folder" in said
 
 
 def test_resume_takes_only_settings(gdeq, tmp_path):
     (tmp_path / "config.yaml").write_text("epochs: 1\n")
     said = refused(gdeq, "train", "epochs=2", "seeds", "--resume", tmp_path)
     assert "'seeds' is not a setting" in said
+    for source in ("digits", "own.yaml"):
+        said = refused(gdeq, "train", source, "--resume", tmp_path)
+        assert "--resume takes no preset and no file: the run's own config.yaml counts" in said
+        assert f"leave {source} out" in said
     said = refused(gdeq, "train", "--resume", tmp_path, "--run", tmp_path / "other")
     assert "leave --run out" in said
 
@@ -256,7 +283,8 @@ def test_a_data_set_that_is_missing(gdeq, tmp_path):
 
 def test_a_batch_larger_than_the_data_set(gdeq, tmp_path, few_images):
     said = refused(gdeq, "train", *TINY, "batch_size=500", "--run", tmp_path / "run")
-    assert "batch_size 500 is larger than the data set (12 samples)" in said
+    assert "batch_size 500 is larger than the data set (12 samples): lower batch_size" in said
+    assert "drop_last" not in said
     assert not (tmp_path / "run").exists()
     dry = refused(gdeq, "train", *TINY, "batch_size=500", "--run", tmp_path / "run", "--dry-run")
     assert "batch_size 500 is larger than the data set (12 samples)" in dry

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import training_runs
-from training_runs import PER_EPOCH, RICH, assert_same_run, steps_seen, wait_until
+from training_runs import PER_EPOCH, RICH, TINY, assert_same_run, steps_seen, wait_until
 
 from gdeq.training import checkpoint, folder, lock, loop, process, progress, runs, stopping
 from gdeq.training import config as configs
@@ -117,8 +117,10 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, zygote, long_reference, 
     said = re.search(r"stopped at step (\d+); continue with `gdeq (.+)`", log.read_text())
     step, command = int(said[1]), said[2].split()
     assert command == ["train", "--resume", str(run)]
-    (saved,) = training_runs.checkpoints(run)
+    *first, saved = training_runs.checkpoints(run)
     assert checkpoint.read(saved)["step"] == step
+    # That of the first epoch's end, where the signal came late.
+    assert [checkpoint.read(p)["step"] for p in first] in ([], [PER_EPOCH])
     records = [r for r in training_runs.metrics(run) if r["kind"] == "step"]
     assert len(records) == step  # the step under way was finished, and none begun after it
     assert not (run / "summary.json").exists()
@@ -153,6 +155,33 @@ def test_the_step_under_way_is_the_last(
         gdeq("train", "--resume", run)
     assert_same_run(run, reference)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_comparison_stopped_at_the_end_of_a_run_begins_no_other(
+    tmp_path, few_images, gdeq, monkeypatch, number
+):
+    real = loop.Trainer.evaluate
+
+    def struck(trainer):
+        os.kill(os.getpid(), number)
+        return real(trainer)
+
+    out = tmp_path / "out"
+    settings = [*TINY, "epochs=1", "gradient.max_iter=3", "--no-pretraining", "--out", out]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "evaluate", struck)
+        for done in (["implicit"], ["implicit", "jfb"], ["implicit", "jfb", "npg"]):
+            code, said = gdeq("compare", *settings)
+            assert code == 128 + number, said
+            last = out / f"{done[-1]}-seed0"
+            assert f"stopped after {last}, which is finished; the same command goes on" in said
+            assert {p.name for p in out.iterdir()} == {f"{name}-seed0" for name in done}
+            assert (last / "summary.json").is_file()
+            assert (last / "weights.safetensors").is_file()
+        code, said = gdeq("compare", *settings)
+    assert code == 0, said  # after the last there was nothing left to begin
+    assert "report: " in said
 
 
 def stops_at_once(number):

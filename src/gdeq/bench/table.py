@@ -13,20 +13,65 @@ import torch
 from gdeq.bench.steps import PEERS, Setup, cell_times, measure, ours, theirs, torchdeq_is_there
 from gdeq.bench.where import profile, roofline
 
+PRECISIONS = ("float32", "tf32", "bf16")
+
+
+class BenchError(ValueError):
+    """What was asked for cannot be measured."""
+
+
+def read_peers(text: str | None, setup: Setup) -> tuple[str, ...]:
+    """The precisions in ``--peers``; left out, all on a GPU and float32 alone on a CPU."""
+    if text is None:
+        return PRECISIONS if setup.cuda else ("float32",)
+    names = [name.strip() for name in text.split(",")]
+    if names in ([""], ["none"]):
+        return ()
+    for name in names:
+        if name not in PRECISIONS:
+            raise BenchError(
+                f"--peers: {name!r} is no precision; write some of {','.join(PRECISIONS)} with "
+                "commas between them, or none"
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def caution(setup: Setup, peers: tuple[str, ...]) -> str | None:
+    """To be said before the first step: an illegal instruction ends a process without a word."""
+    options = {"--precision": setup.precision == "bf16", "--peers": "bf16" in peers}
+    asked = [option for option, given in options.items() if given]
+    if setup.cuda or not asked:
+        return None
+    return (
+        f"warning: bf16 on a CPU is slow, and some machines do not support it (the process then "
+        f"dies with an illegal instruction, SIGILL): float32 for {' and '.join(asked)} is the "
+        "safe choice"
+    )
+
 
 def run(
     setup: Setup,
     names: tuple[str, ...] = ("gdeq", "jfb", "npg", "implicit"),
-    peers: tuple[str, ...] = ("float32", "tf32", "bf16"),
+    peers: tuple[str, ...] | None = None,
     out: Path | None = None,
     tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Every gradient, torchdeq where it is installed, and on a GPU where the time goes.
 
-    peers: the precisions in which torchdeq is tried; its best counts.
+    peers: the precisions in which torchdeq is tried (as `read_peers` has them); its best counts.
     """
+    if peers is None:
+        peers = read_peers(None, setup)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        if out.exists() and not out.is_dir():
+            raise BenchError(f"--out {out} is a file, not a folder: choose another")
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise BenchError(f"cannot make the folder {out}: {problem.strerror}") from problem
+    warning = caution(setup, peers)
+    if warning is not None:
+        tell(warning)
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True  # for all alike
     try:
@@ -93,16 +138,27 @@ def _run(
     return found
 
 
+def scaled(amount: float) -> str:
+    """With the prefix that leaves one to three digits before the point."""
+    prefixes = ["", "k", "M", "G"]
+    for prefix in prefixes:
+        if amount < 1000:
+            return f"{amount:.1f} {prefix}"
+        amount /= 1000
+    return f"{amount:.1f} T"
+
+
 def lines(setup: Setup, found: dict[str, Any]) -> list[str]:
     """The table, from what was measured."""
     rows = {row["name"]: row for row in found["rows"]}
     cell, roof = found["cell"], found["roofline"]
     told = [
         "",
-        f"f in a graph {cell['f']:.3f} ms, a VJP {cell['vjp']:.3f} ms; f is "
-        f"{roof['f_gflop']:.1f} GFLOP, which take {roof['arithmetic_ms']:.3f} ms at the "
-        f"{roof['tflop_per_s']:.0f} TFLOP/s of a large matrix product, and moves at least "
-        f"{roof['f_mbyte']:.0f} MB, {roof['traffic_ms']:.3f} ms at {roof['tbyte_per_s']:.2f} TB/s",
+        f"f{' in a graph' if setup.cuda else ''} {cell['f']:.3f} ms, a VJP {cell['vjp']:.3f} ms; "
+        f"f is {scaled(1e9 * roof['f_gflop'])}FLOP, which take {roof['arithmetic_ms']:.3f} ms at "
+        f"the {scaled(1e12 * roof['tflop_per_s'])}FLOP/s of a large matrix product, and moves at "
+        f"least {scaled(1e6 * roof['f_mbyte'])}B, {roof['traffic_ms']:.3f} ms at "
+        f"{scaled(1e12 * roof['tbyte_per_s'])}B/s",
     ]
     if "gdeq: gdeq" not in rows:
         return told

@@ -177,7 +177,14 @@ class Config:
         check_integer(self, "jacobian_every", 1)
         check_integer(self, "log_every", 1)
         check_real(self, "checkpoint_seconds", 0.0)
-        check_pair(self.solver.build(), self.gradient.build())
+        solver, gradient = self.solver.build(), self.gradient.build()
+        if gradient.uses_inverse and not solver.keeps_inverse:
+            raise ValueError(
+                f"gradient={self.gradient.name} reuses the inverse that Broyden's method builds, "
+                f"and solver={self.solver.name} builds none; use solver=broyden, or another "
+                "gradient such as gradient=jfb"
+            )
+        check_pair(solver, gradient)
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.snapshots):
             raise ValueError(f"Config.snapshots are epochs from 1 on, got {self.snapshots!r}")
 
@@ -299,6 +306,12 @@ def replace(config: Config, **settings: Any) -> Config:
     for key, value in settings.items():
         _put(changed, key.replace("__", "."), value)
     return from_dict(changed)
+
+
+def differences(before: Config, after: Config) -> list[str]:
+    """The settings in which two runs differ: ``epochs: 1 -> 2``."""
+    pairs = {key: (attrgetter(key)(before), attrgetter(key)(after)) for key in all_keys()}
+    return [f"{key}: {old} -> {new}" for key, (old, new) in pairs.items() if old != new]
 
 
 def _source(source: str) -> dict[str, Any]:

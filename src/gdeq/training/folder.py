@@ -33,15 +33,23 @@ class RunFolder:
         self.metrics_path = path / "metrics.jsonl"
 
     @staticmethod
-    def check_free(path: Path) -> None:
-        """Raise if no run can begin there; writes nothing."""
-        # A .part alone is what a process leaves that was killed before it could begin.
-        if path.exists() and (
-            not path.is_dir() or any(p.suffix != ".part" for p in path.iterdir())
-        ):
+    def check_free(path: Path, option: str = "--run") -> None:
+        """Raise if no run can begin there; writes nothing.
+
+        option: with which the user would choose another place.
+        """
+        if path.exists() and not path.is_dir():
             raise RunError(
-                f"{path} exists already and is left as it is; continue it with "
-                f"`gdeq train --resume {path}`, or choose another folder with --run"
+                f"{path} exists already and is a file, not a folder: choose another folder with "
+                f"{option}"
+            )
+        # A .part alone is what a process leaves that was killed before it could begin.
+        if path.exists() and any(p.suffix != ".part" for p in path.iterdir()):
+            begun = (path / "config.yaml").is_file()
+            proceed = f"continue it with `gdeq train --resume {path}`, or " if begun else ""
+            raise RunError(
+                f"{path} exists already and is left as it is; {proceed}choose another folder "
+                f"with {option}"
             )
         nearest = next(place for place in (path, *path.parents) if place.exists())
         problem = 0 if os.access(nearest, os.W_OK | os.X_OK) else errno.EACCES
@@ -64,6 +72,10 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
+        if not path.exists():
+            raise RunError(f"{path} does not exist")
+        if not path.is_dir():
+            raise RunError(f"{path} is a file, not a run folder")
         if not (path / "config.yaml").is_file():
             raise RunError(f"{path} is not a run folder: it holds no config.yaml")
         return cls(path)

@@ -25,7 +25,7 @@ from gdeq.regularize import hold, jacobian_penalty
 from gdeq.training import checkpoint
 from gdeq.training.averaging import Average
 from gdeq.training.building import build_batches, build_model, share_batch_statistics
-from gdeq.training.config import Config
+from gdeq.training.config import Config, ConfigError
 from gdeq.training.convergence import ConvergenceWatch
 from gdeq.training.folder import RunError, RunFolder
 from gdeq.training.lock import RunLock
@@ -61,6 +61,12 @@ class Trainer:
         self.config, self.run, self.process, self.progress = config, run, process, progress
         device = process.device
         self.dataset = datasets.load(config.data, root, device)
+        samples = len(self.dataset.train_x)
+        if config.batch_size > samples:
+            raise ConfigError(
+                f"batch_size {config.batch_size} is larger than the data set ({samples} samples): "
+                "lower batch_size"
+            )
         model = build_model(config, self.dataset).to(device)
         if device.type == "cuda":
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -82,6 +88,7 @@ class Trainer:
         self.recorded: dict[tuple[Any, ...], Callable[..., None]] = {}
         self.saved_at = time.monotonic()
         self.stop = StopRequest(patience=20.0 if process.world_size > 1 else 2.0)
+        self.asked_to_stop = False  # by a signal that came too late to cut the training short
         self.convergence = ConvergenceWatch(config)
         self.run_lock = RunLock()
         self.recorder: Recorder | None = None  # of the first process, while it trains
@@ -170,6 +177,13 @@ class Trainer:
         kept = checkpoint.available(self.run.path)
         return f"the last good checkpoint is {kept[0].name}" if kept else "no checkpoint was made"
 
+    def whereabouts(self) -> str:
+        """Where a resumed run goes on."""
+        if self.step == self.total:
+            return f"all {self.total} steps are done: only the end of the run is left"
+        epoch = self.step // len(self.train_batches) + 1
+        return f"continuing at step {self.step} of {self.total} (epoch {epoch})"
+
     # -- the loop --------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, Any]:
@@ -200,6 +214,7 @@ class Trainer:
         self._say(caution(config, device))
         with self.stop, precision(config, device):
             self._epochs()
+        self.asked_to_stop = self.process.any(self.stop.caught is not None)
         return self._finish()
 
     def _epochs(self) -> None:
@@ -359,7 +374,8 @@ class Trainer:
             self._write_weights(f"snapshots/epoch-{epoch + 1:03d}.safetensors")
         late = time.monotonic() - self.saved_at >= min(10.0, self.config.checkpoint_seconds)
         stop = self.process.any(self.stop.caught is not None)
-        if self.step == self.total or stop or self.process.any(late):
+        # After the first one always: of a short run that is killed, something is left.
+        if self.step == self.total or stop or epoch == 0 or self.process.any(late):
             self.save()
         if stop and self.step < self.total:
             raise self._interrupted()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -20,8 +22,8 @@ from gdeq.models.mdeq import MDEQ
 from gdeq.training import checkpoint, process, progress
 from gdeq.training import config as configs
 from gdeq.training.config import Config, ConfigError
-from gdeq.training.folder import RunError, RunFolder, device_name
-from gdeq.training.loop import Trainer, build_model, precision
+from gdeq.training.folder import RunError, RunFolder, device_name, read_metrics
+from gdeq.training.loop import Interrupted, Trainer, build_model, precision
 from gdeq.training.similarity import METHODS, similarity, solver_for
 
 GRADIENTS = ("implicit", "jfb", "npg", "gdeq")
@@ -29,9 +31,14 @@ MISSING, HALF, FINISHED = "missing", "half", "finished"  # the runs of a compari
 DEEDS = {MISSING: "train into", HALF: "go on with", FINISHED: "keep"}
 
 
-def train(path: Path, config: Config, root: Path | None = None) -> dict[str, Any]:
-    """A new run in a new folder."""
-    me = _start(config.device)
+def train(
+    path: Path, config: Config, root: Path | None = None, *, more: bool = False
+) -> dict[str, Any]:
+    """A new run in a new folder.
+
+    more: others come after it, which a signal stops even where this one came to its end.
+    """
+    me = start_on(config.device)
     try:
         path = Path(me.agree(str(path)))
         view = progress.choose(me.first)
@@ -42,7 +49,7 @@ def train(path: Path, config: Config, root: Path | None = None) -> dict[str, Any
         if me.first:
             trainer.run = RunFolder.create(path, config)
         me.wait()
-        return trainer.fit()
+        return _fit(trainer, more)
     finally:
         process.stop()
 
@@ -52,29 +59,34 @@ def resume(
     root: Path | None = None,
     overrides: list[str] | None = None,
     tell: Callable[[str], None] = print,
+    *,
+    more: bool = False,
 ) -> dict[str, Any]:
     """Go on where the newest whole checkpoint is; from the start if there is none yet.
 
-    A run that has all its epochs is left as it is.
+    A run that has all its epochs is left as it is.  more: as for `train`.
     """
     run, config = reopen(path, overrides)
     summary = run.finished(config.epochs)
     if summary is not None:
         tell(_finished(run, summary))
         return summary
-    me = _start(config.device)
+    me = start_on(config.device)
     try:
         view = progress.choose(me.first)
         trainer = Trainer(config, run, me, view, _text(root))
         trainer.lock()  # before the newest checkpoint is read: another process may be writing one
         if checkpoint.available(path):
             trainer.restore(checkpoint.latest(path, view.say))
-        elif me.first:
-            run.cut(0)
+            view.say(trainer.whereabouts())
+        else:
+            view.say("no checkpoint yet: starting from the beginning")
+            if me.first:
+                run.cut(0)
         if me.first and config != run.config():
             run.write_config(config)  # the next resume goes on with the same
         me.wait()
-        return trainer.fit()
+        return _fit(trainer, more)
     finally:
         process.stop()
 
@@ -93,7 +105,7 @@ def trained_model(
     """The model of a finished run (or of one of its snapshots), ready to use."""
     run = RunFolder.open(path)
     config = run.config()
-    place = _start(device or config.device, "--device ").device
+    place = start_on(device or config.device, "--device ").device
     file = path / (weights or "weights.safetensors")
     if not file.is_file():
         raise RunError(
@@ -131,14 +143,20 @@ def measure_similarity(
     exact_tol: float = 1e-4,
     tell: Callable[[str], None] = print,
 ) -> Iterator[dict[str, Any]]:
-    """Compare the gradients on the run's snapshots; writes ``similarity.jsonl`` as it goes."""
+    """Compare the gradients on the run's snapshots, epoch by epoch, into ``similarity.jsonl``.
+
+    An epoch is written once it is complete, in place of what an earlier call found for it; the
+    records of the others stay.
+    """
+    if not 0 < exact_tol < math.inf:
+        raise ConfigError(f"--exact-tol must be above 0, got {exact_tol:g}")
     run = RunFolder.open(path)
     found = snapshots(path)
     if not found:
         raise RunError(
             f"{path} holds no snapshots; train with snapshots=[1,10,20,50] (epochs) to have them"
         )
-    chosen = epochs if epochs else sorted(found)
+    chosen = list(dict.fromkeys(epochs)) if epochs else sorted(found)
     missing = [epoch for epoch in chosen if epoch not in found]
     if missing:
         raise RunError(f"no snapshot of epoch {missing[0]}; there are {sorted(found)}")
@@ -150,7 +168,6 @@ def measure_similarity(
             f"the run's solver, {type(own).__name__}, leaves no inverse to reuse: "
             f"{', '.join(replaced)} are solved by {others[replaced[0]]}"
         )
-    lines: list[str] = []
     for epoch in chosen:
         model, config, dataset = trained_model(path, root, device, found[epoch])
         if batch_size > len(dataset.train_x):
@@ -166,10 +183,23 @@ def measure_similarity(
             std=dataset.std,
             seed=config.seed,
         )
+        records = []
         for record in similarity(model, source, own, batches, epoch, exact_tol):
-            lines.append(json.dumps(record))
-            run.write("similarity.jsonl", "\n".join(lines) + "\n")
+            records.append(record)
             yield record
+        _keep_similarity(run, epoch, records, tell)
+
+
+def _keep_similarity(
+    run: RunFolder, epoch: int, records: list[dict[str, Any]], tell: Callable[[str], None]
+) -> None:
+    name = "similarity.jsonl"
+    before = read_metrics(run.path / name)
+    others = [record for record in before if record.get("epoch") != epoch]
+    if len(others) < len(before):
+        tell(f"epoch {epoch}: its earlier records in {name} are replaced")
+    ordered = sorted([*others, *records], key=lambda record: record.get("epoch", 0))
+    run.write(name, "".join(json.dumps(record) + "\n" for record in ordered))
 
 
 def snapshots(path: Path) -> dict[int, str]:
@@ -192,13 +222,16 @@ def compare(
     """
     table = _table(folder, config, pretrain_steps, seeds)
     states = {path: _state(path, wanted) for path, wanted in table.items()}  # before any begins
+    left = [path for path in table if states[path] != FINISHED]
     for path, wanted in table.items():
         if states[path] == FINISHED:
             tell(f"{path.name}: finished before, kept")
-        elif states[path] == HALF:
-            resume(path, root, tell=tell)
+            continue
+        more = path != left[-1]
+        if states[path] == HALF:
+            resume(path, root, tell=tell, more=more)
         else:
-            train(path, wanted, root)
+            train(path, wanted, root, more=more)
     return list(table)
 
 
@@ -238,7 +271,8 @@ def forecast_train(path: Path, config: Config, root: Path | None = None) -> Fore
     told = Forecast()
     with _forecast(told, config, path, root), told.check():
         RunFolder.check_free(path)
-        told.lines.append(f"would train into {path}, a new folder")
+        kind = "which is there and holds nothing yet" if path.exists() else "a new folder"
+        told.lines.append(f"would train into {path}, {kind}")
     return told
 
 
@@ -285,7 +319,7 @@ def _forecast(
     me = process.Process(torch.device("cpu"))  # to see the rest where the device is missing
     try:
         with told.check():
-            me = _start(config.device)
+            me = start_on(config.device)
             told.lines.append(f"device: {device_name(me.device)}")
         with told.check():
             trainer = Trainer(config, RunFolder(path), me, progress.Silent(), _text(root))
@@ -338,13 +372,27 @@ def _table(folder: Path, config: Config, pretrain_steps: int, seeds: int) -> dic
 def _state(path: Path, wanted: Config | None) -> str:
     """How far this run of a comparison is."""
     if not (path / "config.yaml").is_file():
-        RunFolder.check_free(path)
+        RunFolder.check_free(path, "--out")
         return MISSING
     run = RunFolder.open(path)
     config = run.config()
     if wanted is not None and config != wanted:
-        raise RunError(f"{path} was made with other settings; choose another --out")
+        raise RunError(
+            f"{path} was made with other settings; choose another --out, or give it the settings "
+            f"it has ({', '.join(configs.differences(config, wanted))})"
+        )
     return HALF if run.finished(config.epochs) is None else FINISHED
+
+
+def _fit(trainer: Trainer, more: bool) -> dict[str, Any]:
+    summary = trainer.fit()
+    if more and trainer.asked_to_stop:
+        raise Interrupted(
+            trainer.stop.caught or signal.SIGTERM,
+            f"stopped after {trainer.run.path}, which is finished; the same command goes on with "
+            "the rest",
+        )
+    return summary
 
 
 def _finished(run: RunFolder, summary: dict[str, Any]) -> str:
@@ -355,7 +403,7 @@ def _finished(run: RunFolder, summary: dict[str, Any]) -> str:
     )
 
 
-def _start(device: str, option: str = "device=") -> process.Process:
+def start_on(device: str, option: str = "device=") -> process.Process:
     """`process.start`; where it fails, the advice is in terms of this command's own option."""
     try:
         return process.start(device)
