@@ -216,6 +216,20 @@ def test_half_precision_steps_do_not_spoil_the_gradient(form):
     assert angle(found) < 2 * angle(plain) + 1e-4
 
 
+def test_an_f_that_writes_into_the_same_memory_at_each_call(form):
+    """f(z) = z + c stalls; seen without the last values, y would be −s and anything be learnt."""
+    place = torch.empty(3, 5, dtype=torch.float64, device=DEVICE)
+    c = torch.linspace(0.1, 1.0, 5, dtype=torch.float64, device=DEVICE)
+
+    def f(z):
+        return torch.add(z, c, out=place)
+
+    z0 = torch.zeros_like(place)
+    expected, found = both(form, lambda: gdeq.solve(f, z0, gdeq.Broyden(20, 1e-6)))
+    assert found.codes.tolist() == expected.codes.tolist()
+    assert not found.converged.any()
+
+
 @pytest.mark.parametrize("tol", [1e-5, 1e-14])
 def test_repeated_steps_are_the_counted_ones(tol):
     """What a recording repeats, played by hand: the number of the iterate is on the device."""

@@ -18,8 +18,9 @@ GPU at running them.  A CUDA graph records them once and starts them all at once
 
 The recording repeats what the *device* did, with new inputs.  What Python did beside (counting,
 printing, choosing a learning rate) is not repeated: put it outside, and hand over what changes as
-tensors.  A forward solve with a tolerance still ends when all samples are done; one in the backward
-pass (`Implicit`) goes on to its ``max_iter`` with the finished samples frozen.
+tensors.  A forward solve by `Broyden` (all its memory, full steps) with a tolerance still ends when
+all samples are done; the other solvers, and those in the backward pass (`Implicit`), go on to their
+``max_iter`` with the finished samples frozen.
 """
 
 from __future__ import annotations
@@ -38,9 +39,8 @@ from gdeq.recording import Recording, rehearsal
 
 ADVICE = (
     "A step must not read values from the device (.item(), bool(tensor), printing a tensor) nor "
-    "change sizes; of the gradients, GDEQ(tolerance=...) and Implicit(double_backward=True) read "
-    "values, GDEQ(refine=...) and Implicit(double_backward=False) do not; optimisers want "
-    "fused=True or capturable=True, and a learning rate that changes in a tensor"
+    "change sizes; GDEQ(tolerance=...), create_graph=True and a line search read values; "
+    "optimisers want fused=True or capturable=True, and a learning rate that changes in a tensor"
 )
 
 

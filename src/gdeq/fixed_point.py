@@ -28,7 +28,7 @@ from gdeq.operators import safe_norms
 from gdeq.options import describe
 from gdeq.solution import BackwardRecord, Cotangent, Solution, Status
 from gdeq.solve import check_solver, solve_space
-from gdeq.solvers.base import Solver, select
+from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import State, StateSpace, Vectorized, full_precision
 
@@ -41,6 +41,7 @@ class _Link:
     solution: Solution
     v: Tensor | None = None  # (batch, d) of the backward pass under way
     noise: Tensor | None = None  # (batch,) the residual norm that its w leaves behind
+    twice: bool = False  # a backward pass was itself differentiated
 
 
 class _Input(torch.autograd.Function):
@@ -75,6 +76,7 @@ class _Output(torch.autograd.Function):
         again = torch.is_grad_enabled()  # the caller asked for create_graph=True
         if again:
             _check_second_order(link.gradient)
+            link.twice = True
         out, z_in = ctx.saved_tensors
         with full_precision(v.device):
             if z_in is None:
@@ -116,11 +118,15 @@ class _Remainder(torch.autograd.Function):
         (noise, v), link.noise, link.v = (link.noise, link.v), None, None
         with full_precision(r.device):
             if noise is not None and v is not None:  # the output node ran in this pass too
-                matters = safe_norms(r)[0] > 10 * noise
-                if not bool(matters.any()):
+                if not link.twice:  # then there is nothing but that residual
                     _measure(link.solution, r, v)
                     return None, None, None, None
-                r = select(matters, r, torch.zeros_like(r))
+                if torch.is_grad_enabled():  # the first of two passes, or a third derivative
+                    matters = safe_norms(r)[0] > 10 * noise
+                    if not bool(matters.any()):
+                        _measure(link.solution, r, v)
+                        return None, None, None, None
+                # Else all of r goes on: for its residual part that is a refinement of w.
             if torch.is_grad_enabled():
                 raise RuntimeError("gdeq.Implicit has first and second derivatives, no third")
             out, z_in = ctx.saved_tensors
@@ -151,7 +157,8 @@ def _scaled_cotangent(link: _Link, v: Tensor, vjp: Vectorized) -> Cotangent:
     """
     (size,) = safe_norms(v)
     size = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
-    unit = torch.ldexp(torch.ones_like(size), size.frexp().exponent).unsqueeze(1)
+    # One below the exponent: 2¹²⁸ is not a float32.
+    unit = torch.ldexp(torch.ones_like(size), size.frexp().exponent - 1).unsqueeze(1)
     found = link.gradient.cotangent(v / unit, vjp, link.solution)
     found.w = found.w * unit
     return found
@@ -251,7 +258,7 @@ def _unrolled(
     if solution is not None and solver is not None:
         # The unrolled steps may have left the fixed point: the claims are about where they ended,
         # the last z that f was evaluated at.
-        converged = residuals[-1] <= solver.tol
+        converged = (residuals[-1] <= solver.tol) & (solver.tol > 0)
         return replace(
             solution,
             z=space.unpack(z),

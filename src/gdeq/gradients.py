@@ -21,7 +21,7 @@ from torch import Tensor
 
 from gdeq.operators import Inverse, safe_norms
 from gdeq.options import check_flag, check_integer, check_real, check_type, options
-from gdeq.solution import Cotangent, Solution
+from gdeq.solution import Cotangent, Solution, Status
 from gdeq.solve import check_solver, iterate
 from gdeq.solvers.base import Solver, select
 from gdeq.solvers.broyden import Broyden
@@ -184,7 +184,8 @@ class GDEQ(Gradient):
         )
         # The last VJP pays for one more step, −B⁻¹g, which Broyden's state holds ready; the pass
         # through f measures where it led.
-        return Cotangent(found.z - found.state.bg, found.evals)
+        stopped = found.codes == Status.NONFINITE  # there it would lead where f was not finite
+        return Cotangent(select(~stopped, found.z - found.state.bg, found.z), found.evals)
 
     def _refine_where_needed(
         self, w: Tensor, v: Tensor, vjp: Vectorized, solution: Solution, inverse: Inverse

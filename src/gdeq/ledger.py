@@ -82,8 +82,9 @@ class Ledger:
         if self.solver.stop == "relative" and not self.linear:
             # A z that runs away makes any g look small beside it: with f(z) = z + c, slowly and g
             # constant; after a wild step, at once, when g may even vanish in rounding.
-            seen = torch.maximum(self.absolute, self.precision * size)
-            flown = (size > 10 * self.first_size) & (seen > tol**0.5 * self.peak)
+            hidden = self.precision * size > flight_limit(tol, self.precision) * self.peak
+            flown = hidden | (self.absolute > tol**0.5 * self.peak)
+            flown &= size > 10 * self.first_size
             converged = converged & ~self._constant() & ~flown
         at_rounding = ends & ~converged & (self.relative <= self.rounding)
         at_rounding &= self.relative >= before
@@ -112,6 +113,11 @@ class Ledger:
         missed = (codes != Status.CONVERGED) & (codes != Status.NONFINITE_START)
         residual = torch.where(missed, self.best_residual, self.residual)
         return codes, residual, torch.where(missed, self.best_step, self.steps)
+
+
+def flight_limit(tol: float, precision: float) -> float:
+    """How large the rounding of f may be beside the largest ‖g‖ seen, if a far z is to count."""
+    return max(tol**0.5, min(1.0, 100 * precision))
 
 
 def relate(absolute: Tensor, size: Tensor) -> Tensor:  # -> (batch,)

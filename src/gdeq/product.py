@@ -1,7 +1,8 @@
 """Broyden's method from its steps alone: `gdeq.solvers.broyden` in half the memory.
 
 Read `gdeq.solvers.broyden` and `gdeq.solve` first; this computes the same iterates, verdicts and
-inverse (tests/test_product.py holds the two together).  It is used on a GPU, where the time of a
+inverse up to rounding (tests/test_product.py holds the two together; what a solve learns from its
+last steps at the rounding level is rounding in both).  It is used on a GPU, where the time of a
 solver is that of its passes over memory.
 
 With full steps s_t = −B_t⁻¹g_t, write q = −B_t⁻¹g_{t+1}.  Then B_t⁻¹y = s_t − q, the update is

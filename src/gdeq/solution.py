@@ -33,8 +33,8 @@ _SENTENCES = {
     Status.RUNNING: "still running",
     Status.CONVERGED: "converged: the residual is within the tolerance",
     Status.MAX_STEPS: "not converged: the solver ran out of steps (raise max_iter or tol)",
-    Status.ROUNDING: "stopped at the rounding level of the dtype, above the tolerance "
-    "(raise tol, or compute f in a wider dtype)",
+    Status.ROUNDING: "stopped at the rounding level of the dtype, above the tolerance or with z "
+    "far from where it began (raise tol, start nearer, or compute f in a wider dtype)",
     Status.STALLED: "not converged: f(z) - z stays the same however z moves; f seems to have no "
     "fixed point (is it z plus a constant?)",
     Status.DIVERGED: "diverged: the residual is larger than at the start (f may not be "
@@ -90,10 +90,17 @@ class BackwardRecord:
         self.done = True
 
     def measured(self, residual: Tensor, slack: float = 0.0) -> None:  # (batch,)
-        """Take over a residual; ``slack`` is how far rounding may have moved it."""
+        """Take over a residual; ``slack`` is how far rounding may have moved it.
+
+        It keeps a sample that was within the tolerance there, and lifts no other one into it.
+        """
         self.residual = residual
-        if self.tolerance is not None:
-            self.converged = residual <= self.tolerance + slack
+        if self.tolerance is None:
+            return
+        within = residual <= self.tolerance
+        if self.converged is not None:
+            within = within | (self.converged & (residual <= self.tolerance + slack))
+        self.converged = within
 
     def __str__(self) -> str:
         if not self.done:
@@ -116,7 +123,8 @@ class Solution:
 
     z: State
     converged: Tensor  # (batch,) bool: the residual is within the tolerance
-    residual: Tensor  # (batch,) of the returned z, relative or absolute as the solver says
+    residual: Tensor  # (batch,) of the returned z (unrolled: of the last z that f was given),
+    # relative or absolute as the solver says
     steps: Tensor  # (batch,) solver steps taken before the sample was frozen
     trace: Tensor  # (steps, batch) residual after each step; constant once frozen
     evals: int  # calls of f to find z; one more with autograd follows where gradients are wanted

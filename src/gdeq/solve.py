@@ -13,6 +13,7 @@ from gdeq import product
 from gdeq.ledger import Ledger
 from gdeq.operators import Inverse, StateInverse, safe_norms
 from gdeq.options import describe
+from gdeq.recording import recording
 from gdeq.solution import Solution, Status
 from gdeq.solvers.base import Solver, select
 from gdeq.solvers.broyden import Broyden
@@ -82,10 +83,10 @@ def iterate(
     state = solver.init(z, g, steps=max_steps, precision=precision, inverse=inverse, right=right)
     trace: list[Tensor] = []
     best_z = z
+    looks = ledger.watch and not recording(z.device)
 
     for step in range(1, max_steps + 1):
-        looks = ledger.watch and (step - 1) % solver.check_every == 0
-        if looks and not bool(ledger.active.any()):
+        if looks and (step - 1) % solver.check_every == 0 and not bool(ledger.active.any()):
             break
         active = ledger.active
         z_try = select(active, solver.propose(z, g, state), z)
@@ -114,6 +115,7 @@ def iterate(
     steps = ledger.steps
     if ledger.watch:
         z = select(at == steps, z, best_z)
+    if looks:
         trace = trace[: int(steps.max())] if len(steps) else []
     history = torch.stack(trace) if trace else residual.new_zeros(0, len(z))
     inverse = solver.inverse(state, at if ledger.watch else None)

@@ -1,9 +1,9 @@
 """Training steps to be timed: forward, loss, backward and optimiser, data on the device.
 
-A fixed number of Broyden steps, none stopping early (tol=0), makes a fair comparison.  Ours runs as
-in `gdeq train`: on a GPU with fused kernels and the whole step in one CUDA graph.  torchdeq gets the
-same modules as f, and is run as shipped, in eager PyTorch.  Neither has dropout, both have group
-norm throughout.
+A fixed number of Broyden steps, none stopping early (tol=0), makes a fair comparison.  Ours runs
+as in `gdeq train`: on a GPU with fused kernels and the whole step in one CUDA graph.  torchdeq gets
+the same modules as f, and is run as shipped, in eager PyTorch.  Neither has dropout, both have
+group norm throughout.
 """
 
 from __future__ import annotations
@@ -80,17 +80,18 @@ def default_setup() -> Setup:
 @contextlib.contextmanager
 def arithmetic(setup: Setup, name: str) -> Iterator[None]:
     """float32, tf32 or bf16 for what is computed inside."""
-    tf32, places = name != "float32", (torch.backends.cuda.matmul, torch.backends.cudnn)
+    tf32 = name != "float32"
+    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [place.allow_tf32 for place in places]
     for place in places:
-        place.allow_tf32 = tf32  # type: ignore[attr-defined]
+        place.allow_tf32 = tf32
     kind = "cuda" if setup.cuda else "cpu"
     try:
         with torch.autocast(kind, torch.bfloat16, enabled=name == "bf16"):
             yield
     finally:
         for place, value in zip(places, before, strict=True):
-            place.allow_tf32 = value  # type: ignore[attr-defined]
+            place.allow_tf32 = value
 
 
 def build(setup: Setup, gradient: Gradient, fused: bool | str = "auto") -> MDEQ:

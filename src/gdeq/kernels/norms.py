@@ -30,6 +30,7 @@ and sums the gradients of all of them over the batch at once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -1582,8 +1583,9 @@ def fuse(
     like = sources[0].raw if own is None else own
     dtype = dtype or like.dtype
     if _differentiates(own, *tensors):
-        if len(sources) > MAX_SOURCES:
-            return _fuse_composed(norm_act, own, sources, groups, eps, relu, out, dtype)
+        if len(sources) > MAX_SOURCES:  # sums in float32, as without autograd
+            wide = functools.partial(norm_act, dtype=torch.float32)
+            return _fuse_composed(wide, own, sources, groups, eps, relu, out, dtype)
         if out is not None:
             raise ValueError("out= cannot be used where gradients are wanted")
         levels = [source.levels for source in sources]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gdeq.kernels.choice import on_device
-from gdeq.ledger import Ledger
+from gdeq.ledger import Ledger, flight_limit
 from gdeq.product import ProductInverse, store_dtype
 from gdeq.recording import recording
 from gdeq.solution import Status
@@ -101,7 +101,9 @@ def _dots(
     base = steps + b * step_stride
     if count > 0:
         before = tl.load(last_fz + in_parts, mask=inside, other=0.0).to(kind)
-        newest = tl.load(base + (count - 1) * d + column, mask=inside, other=0.0).to(kind)
+        newest = tl.load(
+            base + tl.cast(count - 1, tl.int64) * d + column, mask=inside, other=0.0
+        ).to(kind)
         y = there - before - newest
     at = norms + (b * chunks + chunk) * 4
     gg, ff, zz, yy = (
@@ -131,7 +133,7 @@ def _dots(
 @triton.jit(do_not_specialize=["count"])
 def _judge_first(
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
-    batch, chunks, count, most, tol, precision, eps, noise,
+    batch, chunks, count, most, tol, precision, eps, noise, flight,
     COUNTED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -189,7 +191,7 @@ def _summed_norms(norms, b, chunks, CHUNKS: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def _judge(
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
-    batch, chunks, count, most, tol, precision, eps, noise,
+    batch, chunks, count, most, tol, precision, eps, noise, flight,
     COUNTED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -231,8 +233,8 @@ def _judge(
         converged = good & (residual <= tol)
         if RELATIVE_STOP and not LINEAR:
             constant = tl.abs(absolute - first_absolute) <= 1e-3 * first_absolute
-            noticed = tl.maximum(absolute, precision * size)
-            flown = (size > 10 * first_size) & (noticed > tl.sqrt(tol) * peak)
+            hidden = precision * size > flight * peak
+            flown = (size > 10 * first_size) & (hidden | (absolute > tl.sqrt(tol) * peak))
             converged = converged & (constant == 0) & (flown == 0)
         at_rounding = at_rounding & (converged == 0)
         code = tl.where(converged, CONVERGED, code)
@@ -495,7 +497,7 @@ class Sweep:
         chunks = len(self.table)
         self.partial = z.new_empty(batch, chunks, 2, self.places)
         self.norms = torch.empty(batch, chunks, 4, dtype=torch.float64, device=device)
-        self.last_fz = self.parts
+        self.returned = self.last_fz = self.parts
 
     def any_active(self) -> bool:
         return bool(self.whole[ACTIVE].any())
@@ -505,7 +507,9 @@ class Sweep:
         if t == self.steps.shape[1]:
             self._grow()
         self._launch(t, fz, counted=False)
-        self.last_fz = fz
+        # An f that writes into the same memory at each call would leave no trace of the last one.
+        reused = t == 0 or fz.data_ptr() == self.returned.data_ptr()
+        self.returned, self.last_fz = fz, fz.clone() if reused else fz
 
     def prepare_repetition(self) -> None:
         """From here on the number of the iterate is kept on the device, and `take_next` used."""
@@ -543,6 +547,7 @@ class Sweep:
             self.trace, self.counter, batch, chunks, t, self.max_steps,
             float(solver.tol), float(self.precision),
             float(torch.finfo(self.z.dtype).eps), noise_level(self.precision),
+            flight_limit(solver.tol, self.precision),
             COUNTED=counted, WATCH=solver.tol > 0, RELATIVE_STOP=solver.stop == "relative",
             LINEAR=self.scale is not None, PLACES=self.places, CHUNKS=32, num_warps=1,
         )  # fmt: skip

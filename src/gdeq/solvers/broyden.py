@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gdeq.operators import Inverse, LowRankInverse, dot, norm
 from gdeq.options import check_integer, check_real, options
+from gdeq.recording import recording
 from gdeq.solvers.base import Solver, change_seen, select
 
 
@@ -176,7 +177,7 @@ class Broyden(Solver):
         # The update at a place is the newest number below `last` that is congruent to it.
         number = last.unsqueeze(1) - 1 - (last.unsqueeze(1) - 1 - place) % state.memory
         stale = number >= kept.unsqueeze(1)  # (batch, used)
-        if not bool(stale.any()):
+        if not recording(at.device) and not bool(stale.any()):
             return estimate
         # In place: the solve is over, and a copy would double the memory.
         estimate.u.masked_fill_(stale.unsqueeze(2), 0.0)
