@@ -207,6 +207,9 @@ def test_nothing_is_best_after_one_epoch(tmp_path):
 def test_a_speed_up_over_few_steps_is_not_best(tmp_path):
     paths = [make_run(tmp_path / name, name, epochs=4) for name in ("implicit", "jfb")]
     assert not [text for text in bold(paths, tmp_path / "out") if "×" in text]
+    paths = [make_run(tmp_path / f"{name}12", name) for name in ("implicit", "gdeq")]
+    few = make_run(tmp_path / "few", gradient__refine=1, until=2)  # as fast as gdeq
+    assert bold([*paths, few], tmp_path / "out").count("2.16×") == 1
 
 
 def test_an_unfinished_run_beside_a_finished_one_is_named(tmp_path):

@@ -107,5 +107,5 @@ def _state(run: Run, cell: Cell) -> str:
 
 def times(row: Row) -> tuple[str, str]:
     """Milliseconds a step, and the whole training; marked where no run is whole."""
-    mark = "" if any(run.finished for run in row.timed) else UNFINISHED
-    return milliseconds(row.ms_per_step), duration(row.seconds) + mark
+    whole = row.seconds is None or any(run.finished for run in row.timed)
+    return milliseconds(row.ms_per_step), duration(row.seconds) + ("" if whole else UNFINISHED)

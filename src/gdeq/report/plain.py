@@ -34,6 +34,8 @@ def text_table(rows: list[Row]) -> str:
     lines.append(
         f"mean ± standard deviation {formats.spread_over(rows)}; speed-up against Implicit"
     )
+    if any(formats.few_steps(row) for row in rows):
+        lines.append(f"(steps): fewer than {formats.FEW_STEPS} were timed for the speed-up")
     unsaid = usual([run for row in rows for run in row.runs])
     if unsaid:
         told = ", ".join(f"{key}={value}" for key, value in unsaid.items())
@@ -47,11 +49,12 @@ def text_table(rows: list[Row]) -> str:
 def _with_seeds(cell: Cell) -> str:
     if not cell.runs:
         return formats.NONE
-    return f"{formats.accuracy(cell)} ({formats.seeds(cell)})"
+    behind = formats.seeds(cell).replace(" unfinished", "")  # the mark's line says it
+    return f"{formats.accuracy(cell)} ({behind})"
 
 
 def _speedup(row: Row) -> str:
-    few = formats.few_steps(row)
+    few = formats.few_steps(row).removesuffix(" timed")
     return formats.speedup(row.speedup) + (f" ({few})" if few else "")
 
 

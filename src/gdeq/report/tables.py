@@ -43,12 +43,12 @@ def headline(rows: list[Row], looks: Looks) -> Markup:
     plain = _best(rows, [_final(row.without) for row in rows], image)
     pretrained = _best(rows, [_final(row.pretrained) for row in rows], image)
     body: list[list[object]] = []
-    for row in rows:
+    for row, speed in zip(rows, timed, strict=True):
         ms, time = formats.times(row)
         body.append(
             [
                 key(row.label, looks),
-                _cell(formats.speedup(row.speedup), row.speedup == fastest, formats.few_steps(row)),
+                _cell(formats.speedup(row.speedup), speed == fastest, formats.few_steps(row)),
                 _cell(
                     formats.accuracy(row.without),
                     _final(row.without) == plain,
