@@ -242,7 +242,7 @@ def bench(
     backward: Annotated[int, typer.Option(min=1, help="Broyden steps of Implicit.")] = 20,
     precision: Annotated[str | None, typer.Option(help="float32, tf32 or bf16, of ours.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Steps timed for each.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     peers: Annotated[
         str | None,
         typer.Option(
@@ -257,7 +257,7 @@ def bench(
     On a GPU the paper's MDEQ-LARGE with a batch of 128; on a CPU a small one.  Random images: no
     data set is needed.  torchdeq is run where it is installed, and its best precision counts.
     """
-    wanted = benches.default_setup()
+    wanted = benches.default_setup(device)
     given: dict[str, Any] = {
         "size": size,
         "batch": batch,
@@ -266,7 +266,6 @@ def bench(
         "backward": backward,
         "precision": precision,
         "rounds": rounds,
-        "device": None if device == "auto" else device,
     }
     wanted = replace(wanted, **{k: v for k, v in given.items() if v is not None})
     configs.check_names(wanted.size, wanted.precision)

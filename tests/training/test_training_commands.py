@@ -323,6 +323,15 @@ def test_bench_without_a_gpu_says_what_to_do(gdeq):
     assert "PyTorch sees no GPU here; use --device cpu or --device auto" in said
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_bench_on_a_cpu_is_small_and_in_float32_also_where_there_is_a_gpu(monkeypatch, gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    small = benches.default_setup("cpu")
+    assert (small.size, small.precision, small.device) == ("small", "float32", "cpu")
+    assert benches.default_setup() == (benches.Setup() if gpu else small)
+    assert benches.default_setup("cuda:1") == benches.Setup(device="cuda:1")
+
+
 def test_bench_peers():
     cpu, gpu = benches.Setup(device="cpu"), benches.Setup(device="cuda")
     assert benches.read_peers(None, cpu) == ("float32",)  # bf16 may be an illegal instruction

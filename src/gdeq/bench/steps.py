@@ -70,11 +70,13 @@ class Setup:
         return images.to(memory_format=torch.channels_last), labels
 
 
-def default_setup() -> Setup:
+def default_setup(device: str = "auto") -> Setup:
     """The paper's model on a GPU; on a CPU one that takes seconds."""
-    if torch.cuda.is_available():
-        return Setup()
-    return Setup(size="small", batch=64, side=8, precision="float32", rounds=10, device="cpu")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda"):
+        return Setup(device=device)
+    return Setup(size="small", batch=64, side=8, precision="float32", rounds=10, device=device)
 
 
 @contextlib.contextmanager
