@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -217,6 +218,29 @@ def measure(
         "loss": step(*batch).item(),
         "graph": getattr(step, "graph", None) is not None,
     }
+
+
+def measure_in_turns(setup: Setup, makes: dict[str, Callable[[], Step]]) -> list[dict[str, Any]]:
+    """On a CPU: what else the machine does then falls on all of them alike."""
+    batch = setup.draw()
+    steps = {name: make() for name, make in makes.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(setup.rounds + 1):  # the first warms up
+        for name, step in steps.items():
+            spent = milliseconds(setup, partial(step, *batch), 1, warm=0)
+            times[name] += spent if turn else []
+    return [
+        {
+            "name": name,
+            "ms": statistics.median(spent),
+            "ms_min": min(spent),
+            "ms_max": max(spent),
+            "peak_gib": None,
+            "loss": steps[name](*batch).item(),
+            "graph": False,
+        }
+        for name, spent in times.items()
+    ]
 
 
 def in_graph(setup: Setup, work: Callable[[], Any], repeats: int) -> float:

@@ -5,12 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gdeq.bench.steps import PEERS, Setup, cell_times, measure, ours, theirs, torchdeq_is_there
+from gdeq.bench.steps import (
+    PEERS,
+    Setup,
+    Step,
+    cell_times,
+    measure,
+    measure_in_turns,
+    ours,
+    theirs,
+    torchdeq_is_there,
+)
 from gdeq.bench.where import profile, roofline
 
 PRECISIONS = ("float32", "tf32", "bf16")
@@ -105,37 +116,53 @@ def _run(
         tell(f"  {row['name']:30s} {row['ms']:9.2f} ms{peak}")
         keep()
 
-    gradients = setup.gradients()
-    for name in names:
-        made: list[Any] = []
-
-        def make(name: str = name, made: list[Any] = made) -> Any:
-            made.append(ours(setup, gradients[name]))
-            return made[0]
-
-        add(measure(setup, f"gdeq: {name}", make))
-        if name == "gdeq" and setup.cuda:
-            found["profile"] = profile(setup, made[0], out)
-        made.clear()
-    if torchdeq_is_there():
-        for precision in peers:
-            for label, settings in PEERS.items():
-                title = f"torchdeq: {label}, {precision}"
-
-                def make_peer(
-                    precision: str = precision, settings: dict[str, Any] = settings
-                ) -> Any:
-                    return theirs(setup, precision, **settings)
-
-                add(measure(setup, title, make_peer, max(3, setup.rounds // 2)))
-    elif peers:
+    makes = _makes(setup, names, peers)
+    if peers and not torchdeq_is_there():
         tell("  (torchdeq is not installed: pip install torchdeq to have it beside)")
+    if not setup.cuda:
+        for row in measure_in_turns(setup, makes):
+            add(row)
+    for name, make in makes.items() if setup.cuda else ():
+        kept = _Kept(make)
+        add(measure(setup, name, kept))
+        if name == "gdeq: gdeq":
+            found["profile"] = profile(setup, kept.step, out)
+        del kept
     found["cell"] = cell_times(setup)
     found["roofline"] = roofline(setup, found["cell"]["f"])
     keep()
     for line in lines(setup, found):
         tell(line)
     return found
+
+
+class _Kept:
+    """Makes a step when called, so that its memory is counted, and keeps it."""
+
+    step: Step
+
+    def __init__(self, make: Callable[[], Step]) -> None:
+        self.make = make
+
+    def __call__(self) -> Step:
+        self.step = self.make()
+        return self.step
+
+
+def _makes(
+    setup: Setup, names: tuple[str, ...], peers: tuple[str, ...]
+) -> dict[str, Callable[[], Step]]:
+    """What makes each step that is measured, by its name."""
+    gradients = setup.gradients()
+    makes: dict[str, Callable[[], Step]] = {
+        f"gdeq: {name}": partial(ours, setup, gradients[name]) for name in names
+    }
+    if torchdeq_is_there():
+        for precision in peers:
+            for label, settings in PEERS.items():
+                title = f"torchdeq: {label}, {precision}"
+                makes[title] = partial(theirs, setup, precision, **settings)
+    return makes
 
 
 def scaled(amount: float) -> str:
