@@ -133,7 +133,7 @@ def torchdeq_is_there() -> bool:
 
 def theirs(setup: Setup, precision: str, **settings: Any) -> Step:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
+        warnings.simplefilter("ignore")  # of its escape sequences, when it is first compiled
         import torchdeq  # noqa: PLC0415 (optional)
 
     # Plain modules: what a user of torchdeq has.
