@@ -32,7 +32,8 @@ from gdeq.kernels import norms, weights
 from gdeq.models import mdeq_fused
 from gdeq.models.mdeq_cell import MDEQCell
 from gdeq.models.mdeq_config import named
-from gdeq.models.mdeq_fused import Prepared, as_buffer, fused_forward, prepare
+from gdeq.models.mdeq_fused import as_buffer, fused_forward
+from gdeq.models.mdeq_weights import Prepared, prepare
 from gdeq.regularize import hold
 
 EVALUATIONS = 10  # captured in one graph

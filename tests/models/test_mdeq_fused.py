@@ -14,9 +14,11 @@ import pytest
 
 from gdeq import DEQ, JFB, Broyden, hold
 from gdeq.kernels import available, norms, weights
-from gdeq.models import MDEQCell, MDEQConfig, mdeq_fused
+from gdeq.models import MDEQCell, MDEQConfig, mdeq_fused, mdeq_weights
 from gdeq.models.mdeq_config import named
-from gdeq.models.mdeq_fused import Prepared, applies, as_buffer, fused_forward, prepare
+from gdeq.models.mdeq_fused import applies, as_buffer, fused_forward
+from gdeq.models.mdeq_weights import Prepared, prepare
+from gdeq.models.parts import map_parts
 from gdeq.regularize import jacobian_penalty
 
 FEW = MDEQConfig(
@@ -223,7 +225,7 @@ def test_gradients_in_half_precision_reach_all_parameters(device):
 def test_weights_are_prepared_once_for_each_solve(device, monkeypatch):
     _, fused, z, injection = problem(LITTLE, (4, 4), device)
     calls = []
-    monkeypatch.setattr(mdeq_fused, "prepare", lambda *args: calls.append(args) or prepare(*args))
+    monkeypatch.setattr(mdeq_weights, "prepare", lambda *args: calls.append(args) or prepare(*args))
     with torch.no_grad():
         with hold(fused):
             first = fused(z, injection)
@@ -279,7 +281,7 @@ def test_copies_start_with_nothing_kept(device):
 def test_weights_can_be_taken_over(device):
     _, fused, z, injection = problem(LITTLE, (4, 4), device)
     with torch.no_grad():
-        kept = mdeq_fused._map_parts(prepare(fused, torch.float32), torch.Tensor, torch.clone)
+        kept = map_parts(prepare(fused, torch.float32), torch.Tensor, torch.clone)
         for parameter in fused.parameters():
             parameter.mul_(1.5)
         kept.copy_(prepare(fused, torch.float32))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from gdeq.models import mdeq_fused
 from gdeq.models.layers import conv, group_norm
 from gdeq.models.mdeq_config import MDEQConfig, halve
+from gdeq.models.mdeq_weights import Prepared
 from gdeq.regularize import VariationalDropout, weight_norm
 
 MultiscaleState = tuple[Tensor, ...]  # (batch, channels, height, width), high resolution first
@@ -145,7 +146,7 @@ class MDEQCell(nn.Module):
             Scale(channels, config, injected=i == 0) for i, channels in enumerate(config.channels)
         )
         self.fusions = nn.ModuleList(Fusion(i, config) for i in range(len(config.channels)))
-        self.prepared = mdeq_fused.Prepared()  # a submodule, so that `hold` finds it
+        self.prepared = Prepared()  # a submodule, so that `hold` finds it
 
     def forward(self, z: MultiscaleState, injection: Tensor) -> MultiscaleState:
         if mdeq_fused.applies(self, z, injection):

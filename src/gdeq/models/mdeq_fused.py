@@ -24,314 +24,27 @@ are one call.  Streams j → i < j are 1×1 convolutions at the low resolution, 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import conv2d
-from torch.nn.utils import parametrize
 
 from gdeq import kernels
 from gdeq.kernels.norms import Source, block_end, fuse, norm_act, per_sample
-from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
-from gdeq.regularize import Held, VariationalDropout, _WeightNorm
+from gdeq.models.branches import Parallel, Serial
+from gdeq.models.mdeq_weights import BlockWeights, Norm, Prepared, Weights
+from gdeq.models.parts import map_parts
+from gdeq.regularize import VariationalDropout
 
 if TYPE_CHECKING:
     from gdeq.models.mdeq_cell import MDEQCell, MultiscaleState
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-T = TypeVar("T")
-
-
-# ---- weights
-
-
-@dataclass(frozen=True)
-class Norm:
-    groups: int
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-
-
-@dataclass(frozen=True)
-class BlockWeights:
-    expand: Tensor
-    expand_norm: Norm
-    reduce: Tensor
-    reduce_norm: Norm
-    sum_norm: Norm
-
-
-@dataclass(frozen=True)
-class DownWeights:
-    """One level of the ways down from one stream: what arrives at it, and what goes on."""
-
-    conv: Tensor
-    arriving: Norm
-    arriving_channels: int
-    passing: Norm | None
-
-
-@dataclass(frozen=True)
-class UpWeights:
-    """The ways up from one stream, the target of the highest resolution first."""
-
-    conv: Tensor
-    norms: tuple[Norm, ...]
-    channels: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PostWeights:
-    conv: Tensor
-    norm: Norm
-
-
-@dataclass(frozen=True)
-class Weights:
-    """All that f needs of a cell's parameters, in the dtype and order its operations take."""
-
-    blocks: tuple[tuple[BlockWeights, ...], ...]
-    downs: tuple[tuple[DownWeights, ...], ...]
-    ups: tuple[UpWeights | None, ...]
-    posts: tuple[PostWeights, ...]
-
-    def detach(self) -> Weights:
-        return _map_parts(self, Tensor, Tensor.detach)
-
-    def tensors(self) -> list[Tensor]:
-        return _tensors(self)
-
-    def copy_(self, other: Weights) -> None:
-        """Take over the values: a captured graph reads them where they were at its capture."""
-        torch._foreach_copy_(self.tensors(), other.tensors())
-
-
-def _map_parts(value: T, kind: type, change: Callable[[Any], Any]) -> T:
-    result: Any = value
-    if isinstance(value, kind):
-        result = change(value)
-    elif isinstance(value, tuple):
-        result = tuple(_map_parts(part, kind, change) for part in value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        result = type(value)(**{name: _map_parts(p, kind, change) for name, p in parts.items()})
-    return result
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _map_parts(value, Tensor, found.append)
-    return found
-
-
-def prepare(cell: MDEQCell, dtype: torch.dtype) -> Weights:
-    """The cell's weights for `evaluate`; differentiable under autograd."""
-    template = _template(cell)
-    wanted: list[Merged] = []
-    _map_parts(template, Merged, wanted.append)
-    found = iter(merge(wanted, dtype, plans_of(cell)))
-    return _map_parts(template, Merged, lambda _: next(found))
-
-
-def _template(cell: MDEQCell) -> Weights:
-    """`Weights` with a `Merged` in place of each convolution's tensor."""
-    fusions: list[Any] = list(cell.fusions)
-    scales = range(len(fusions))
-    return Weights(
-        blocks=tuple(
-            tuple(_block_weights(block) for block in scale.blocks)  # type: ignore[union-attr]
-            for scale in cell.scales
-        ),
-        downs=tuple(
-            tuple(
-                _down_weights(fusions, j, level) for level in scales if 0 < level < len(scales) - j
-            )
-            for j in scales
-        ),
-        ups=tuple(_up_weights(fusions, j) if j else None for j in scales),
-        posts=tuple(
-            PostWeights(_merged([fusion.post]), _norm(fusion.post_norm)) for fusion in fusions
-        ),
-    )
-
-
-def _block_weights(block: Any) -> BlockWeights:
-    return BlockWeights(
-        _merged([block.expand]),
-        _norm(block.expand_norm),
-        _merged([block.reduce]),
-        _norm(block.reduce_norm),
-        _norm(block.sum_norm),
-    )
-
-
-def _down_weights(fusions: list[Any], stream: int, level: int) -> DownWeights:
-    at = 3 * (level - 1)  # in Down's sequence of convolution, norm, ReLU, convolution, ...
-    paths = [fusion.down[stream] for fusion in fusions[stream + level :]]
-    return DownWeights(
-        conv=_merged([path[at] for path in paths], own_inputs=level > 1),
-        arriving=_norm(paths[0][at + 1]),
-        arriving_channels=paths[0][at].out_channels,
-        passing=_merged_norm([path[at + 1] for path in paths[1:]]),
-    )
-
-
-def _up_weights(fusions: list[Any], stream: int) -> UpWeights:
-    paths = [fusion.up[stream - i - 1] for i, fusion in enumerate(fusions[:stream])]
-    return UpWeights(
-        _merged([path.conv for path in paths]),
-        tuple(_norm(path.norm) for path in paths),
-        tuple(path.conv.out_channels for path in paths),
-    )
-
-
-def _merged(convs: Sequence[nn.Conv2d], own_inputs: bool = False) -> Any:
-    return Merged(tuple(_convolution(conv) for conv in convs), own_inputs)
-
-
-def _convolution(conv: nn.Conv2d) -> Convolution:
-    if parametrize.is_parametrized(conv, "weight"):
-        steps: Any = conv.parametrizations["weight"]  # type: ignore[index]
-        if len(steps) == 1 and isinstance(steps[0], _WeightNorm) and steps[0].dim == 0:
-            return Convolution(steps.original1, steps.original0)
-    return Convolution(conv.weight)
-
-
-def _norm(norm: nn.GroupNorm) -> Norm:
-    return Norm(norm.num_groups, norm.weight, norm.bias, norm.eps)
-
-
-def _merged_norm(norms: Sequence[nn.GroupNorm]) -> Norm | None:
-    if len(norms) < 2:
-        return _norm(norms[0]) if norms else None
-    return Norm(
-        sum(norm.num_groups for norm in norms),
-        torch.cat([norm.weight for norm in norms]),
-        torch.cat([norm.bias for norm in norms]),
-        norms[0].eps,
-    )
-
-
-class Prepared(Held):
-    """A cell's prepared weights, and its injection in the right order, kept during a solve.
-
-    It must be a submodule of the cell, so that `hold` finds it.  Each entry is kept twice, with its
-    autograd history for the evaluation that is differentiated, and without for the others.
-    """
-
-    def weights(self, cell: MDEQCell, dtype: torch.dtype) -> Weights:
-        return self._kept(("weights", dtype), None, lambda: prepare(cell, dtype), Weights.detach)
-
-    def injection(self, injection: Tensor, dtype: torch.dtype) -> Tensor:
-        if injection.is_inference():  # has no version, so that changes would not be noticed
-            return injection.to(dtype, memory_format=torch.channels_last)
-        return self._kept(
-            ("injection", dtype),
-            (injection, injection._version),
-            lambda: injection.to(dtype, memory_format=torch.channels_last),
-            Tensor.detach,
-        )
-
-    def _kept(
-        self, name: Hashable, source: Any, make: Callable[[], T], detach: Callable[[T], T]
-    ) -> T:
-        if self._depth == 0 or (torch.is_grad_enabled() and not self._grad):
-            return make()
-        kept: dict[Hashable, Any] = self.held(dict)
-        if name not in kept or not _same_source(kept[name][0], source):
-            with torch.set_grad_enabled(self._grad):
-                live = make()
-            kept[name] = source, live, detach(live)
-        return kept[name][1 if torch.is_grad_enabled() else 2]
-
-
-def _same_source(one: Any, other: Any) -> bool:
-    return one is other or (one[0] is other[0] and one[1] == other[1])
-
-
-# ---- branches that run side by side
-
 
 streams_with_grad = True  # run the scales side by side under autograd too
-
-
-class _Serial:
-    """Everything on the current stream."""
-
-    @contextlib.contextmanager
-    def on(self, branch: int) -> Iterator[None]:
-        yield
-
-    def mark(self, name: Hashable) -> None:
-        pass
-
-    def await_(self, name: Hashable) -> None:
-        pass
-
-    def reads(self, *values: Any) -> None:
-        """Tensors in these, made on other branches, are read on this one."""
-
-    def join(self, results: Sequence[Tensor]) -> None:
-        pass
-
-
-_streams: dict[tuple[torch.device, int], list[torch.cuda.Stream]] = {}
-
-
-class _Parallel(_Serial):
-    """Branch 0 on the current stream, each other one on its own.
-
-    What is allocated on a stream is free for that stream's next work as soon as nothing refers to
-    it, although another one may still read it.  So the caller keeps all of it until `join`; the
-    next evaluation starts after that.  One from another current stream might not, and has other
-    streams.
-
-    grad: autograd keeps tensors longer, and frees them one by one in its backward pass, where each
-    operation runs on the stream of its forward one.  Autograd itself lets streams wait for each
-    other's gradients and guards those; what forward operations read from another stream is told to
-    the allocator here (`reads`), which then does not give the memory away too early.
-    """
-
-    def __init__(self, device: torch.device, branches: int, grad: bool) -> None:
-        self.grad = grad
-        self.main = torch.cuda.current_stream(device)
-        kept = _streams.setdefault((device, self.main.cuda_stream), [])
-        while len(kept) < branches - 1:
-            kept.append(torch.cuda.Stream(device))
-        self.sides = kept[: branches - 1]
-        self.marks: dict[Hashable, torch.cuda.Event] = {}
-        start = self.main.record_event()
-        for side in self.sides:
-            side.wait_event(start)
-
-    @contextlib.contextmanager
-    def on(self, branch: int) -> Iterator[None]:
-        with torch.cuda.stream(self.sides[branch - 1] if branch else self.main):
-            yield
-
-    def mark(self, name: Hashable) -> None:
-        self.marks[name] = torch.cuda.current_stream(self.main.device).record_event()
-
-    def await_(self, name: Hashable) -> None:
-        torch.cuda.current_stream(self.main.device).wait_event(self.marks[name])
-
-    def reads(self, *values: Any) -> None:
-        if self.grad:
-            stream = torch.cuda.current_stream(self.main.device)
-            seen = {tensor.untyped_storage().data_ptr(): tensor for tensor in _tensors(values)}
-            for tensor in seen.values():
-                tensor.record_stream(stream)
-
-    def join(self, results: Sequence[Tensor]) -> None:
-        for side in self.sides:
-            self.main.wait_event(side.record_event())
-        self.reads(*results)
 
 
 # ---- f
@@ -363,7 +76,7 @@ def evaluate(
     injection = injection.to(dtype, memory_format=torch.channels_last)
     results: list[Any] = [None] * len(z) if grad and out is None else _parts_of(z, out)
     # Ways up have branches of their own, beside the longer ones down.
-    branches = _Parallel(z[0].device, 2 * len(z) - 1, grad) if parallel else _Serial()
+    branches = Parallel(z[0].device, 2 * len(z) - 1, grad) if parallel else Serial()
 
     streams_out: list[Tensor] = []
     arrived: dict[tuple[int, int], Source] = {}
@@ -425,7 +138,7 @@ def evaluate(
 def _affine_per_sample(weights: Weights, batch: int) -> Weights:
     """Scales and shifts of all norms for each sample: their gradients are summed in one go."""
     norms: list[Norm] = []
-    _map_parts(weights, Norm, norms.append)
+    map_parts(weights, Norm, norms.append)
     vectors = [v for norm in norms for v in (norm.weight, norm.bias) if v is not None]
     spread = iter(per_sample(vectors, batch))
 
@@ -433,7 +146,7 @@ def _affine_per_sample(weights: Weights, batch: int) -> Weights:
         weight, bias = (None if v is None else next(spread) for v in (norm.weight, norm.bias))
         return dataclasses.replace(norm, weight=weight, bias=bias)
 
-    return _map_parts(weights, Norm, change)
+    return map_parts(weights, Norm, change)
 
 
 def _blocks(

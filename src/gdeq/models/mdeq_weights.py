@@ -1,0 +1,207 @@
+"""What `gdeq.models.mdeq_fused` needs of a cell's parameters, made once for each solve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
+from gdeq.models.parts import map_parts, tensors_in
+from gdeq.regularize import Held, _WeightNorm
+
+if TYPE_CHECKING:
+    from gdeq.models.mdeq_cell import MDEQCell
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Norm:
+    groups: int
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    expand: Tensor
+    expand_norm: Norm
+    reduce: Tensor
+    reduce_norm: Norm
+    sum_norm: Norm
+
+
+@dataclass(frozen=True)
+class DownWeights:
+    """One level of the ways down from one stream: what arrives at it, and what goes on."""
+
+    conv: Tensor
+    arriving: Norm
+    arriving_channels: int
+    passing: Norm | None
+
+
+@dataclass(frozen=True)
+class UpWeights:
+    """The ways up from one stream, the target of the highest resolution first."""
+
+    conv: Tensor
+    norms: tuple[Norm, ...]
+    channels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PostWeights:
+    conv: Tensor
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All that f needs of a cell's parameters, in the dtype and order its operations take."""
+
+    blocks: tuple[tuple[BlockWeights, ...], ...]
+    downs: tuple[tuple[DownWeights, ...], ...]
+    ups: tuple[UpWeights | None, ...]
+    posts: tuple[PostWeights, ...]
+
+    def detach(self) -> Weights:
+        return map_parts(self, Tensor, Tensor.detach)
+
+    def tensors(self) -> list[Tensor]:
+        return tensors_in(self)
+
+    def copy_(self, other: Weights) -> None:
+        """Take over the values: a captured graph reads them where they were at its capture."""
+        torch._foreach_copy_(self.tensors(), other.tensors())
+
+
+def prepare(cell: MDEQCell, dtype: torch.dtype) -> Weights:
+    """The cell's weights for `evaluate`; differentiable under autograd."""
+    template = _template(cell)
+    wanted: list[Merged] = []
+    map_parts(template, Merged, wanted.append)
+    found = iter(merge(wanted, dtype, plans_of(cell)))
+    return map_parts(template, Merged, lambda _: next(found))
+
+
+def _template(cell: MDEQCell) -> Weights:
+    """`Weights` with a `Merged` in place of each convolution's tensor."""
+    fusions: list[Any] = list(cell.fusions)
+    scales = range(len(fusions))
+    return Weights(
+        blocks=tuple(
+            tuple(_block_weights(block) for block in scale.blocks)  # type: ignore[union-attr]
+            for scale in cell.scales
+        ),
+        downs=tuple(
+            tuple(
+                _down_weights(fusions, j, level) for level in scales if 0 < level < len(scales) - j
+            )
+            for j in scales
+        ),
+        ups=tuple(_up_weights(fusions, j) if j else None for j in scales),
+        posts=tuple(
+            PostWeights(_merged([fusion.post]), _norm(fusion.post_norm)) for fusion in fusions
+        ),
+    )
+
+
+def _block_weights(block: Any) -> BlockWeights:
+    return BlockWeights(
+        _merged([block.expand]),
+        _norm(block.expand_norm),
+        _merged([block.reduce]),
+        _norm(block.reduce_norm),
+        _norm(block.sum_norm),
+    )
+
+
+def _down_weights(fusions: list[Any], stream: int, level: int) -> DownWeights:
+    at = 3 * (level - 1)  # in Down's sequence of convolution, norm, ReLU, convolution, ...
+    paths = [fusion.down[stream] for fusion in fusions[stream + level :]]
+    return DownWeights(
+        conv=_merged([path[at] for path in paths], own_inputs=level > 1),
+        arriving=_norm(paths[0][at + 1]),
+        arriving_channels=paths[0][at].out_channels,
+        passing=_merged_norm([path[at + 1] for path in paths[1:]]),
+    )
+
+
+def _up_weights(fusions: list[Any], stream: int) -> UpWeights:
+    paths = [fusion.up[stream - i - 1] for i, fusion in enumerate(fusions[:stream])]
+    return UpWeights(
+        _merged([path.conv for path in paths]),
+        tuple(_norm(path.norm) for path in paths),
+        tuple(path.conv.out_channels for path in paths),
+    )
+
+
+def _merged(convs: Sequence[nn.Conv2d], own_inputs: bool = False) -> Any:
+    return Merged(tuple(_convolution(conv) for conv in convs), own_inputs)
+
+
+def _convolution(conv: nn.Conv2d) -> Convolution:
+    if parametrize.is_parametrized(conv, "weight"):
+        steps: Any = conv.parametrizations["weight"]  # type: ignore[index]
+        if len(steps) == 1 and isinstance(steps[0], _WeightNorm) and steps[0].dim == 0:
+            return Convolution(steps.original1, steps.original0)
+    return Convolution(conv.weight)
+
+
+def _norm(norm: nn.GroupNorm) -> Norm:
+    return Norm(norm.num_groups, norm.weight, norm.bias, norm.eps)
+
+
+def _merged_norm(norms: Sequence[nn.GroupNorm]) -> Norm | None:
+    if len(norms) < 2:
+        return _norm(norms[0]) if norms else None
+    return Norm(
+        sum(norm.num_groups for norm in norms),
+        torch.cat([norm.weight for norm in norms]),
+        torch.cat([norm.bias for norm in norms]),
+        norms[0].eps,
+    )
+
+
+class Prepared(Held):
+    """A cell's prepared weights, and its injection in the right order, kept during a solve.
+
+    It must be a submodule of the cell, so that `hold` finds it.  Each entry is kept twice, with its
+    autograd history for the evaluation that is differentiated, and without for the others.
+    """
+
+    def weights(self, cell: MDEQCell, dtype: torch.dtype) -> Weights:
+        return self._kept(("weights", dtype), None, lambda: prepare(cell, dtype), Weights.detach)
+
+    def injection(self, injection: Tensor, dtype: torch.dtype) -> Tensor:
+        if injection.is_inference():  # has no version, so that changes would not be noticed
+            return injection.to(dtype, memory_format=torch.channels_last)
+        return self._kept(
+            ("injection", dtype),
+            (injection, injection._version),
+            lambda: injection.to(dtype, memory_format=torch.channels_last),
+            Tensor.detach,
+        )
+
+    def _kept(
+        self, name: Hashable, source: Any, make: Callable[[], T], detach: Callable[[T], T]
+    ) -> T:
+        if self._depth == 0 or (torch.is_grad_enabled() and not self._grad):
+            return make()
+        kept: dict[Hashable, Any] = self.held(dict)
+        if name not in kept or not _same_source(kept[name][0], source):
+            with torch.set_grad_enabled(self._grad):
+                live = make()
+            kept[name] = source, live, detach(live)
+        return kept[name][1 if torch.is_grad_enabled() else 2]
+
+
+def _same_source(one: Any, other: Any) -> bool:
+    return one is other or (one[0] is other[0] and one[1] == other[1])
