@@ -124,7 +124,8 @@ def test_not_a_setting(gdeq):
 
 def test_a_bad_preset_name(gdeq):
     said = refused(gdeq, "train", "cifar-10", "--dry-run")
-    assert "'cifar-10' is neither a preset (digits, fashion-mnist, cifar10, cifar10-fast)" in said
+    presets = "digits, fashion-mnist, cifar10, cifar10-fast, cifar10-paper"
+    assert f"'cifar-10' is neither a preset ({presets})" in said
     assert "did you mean 'cifar10'?" in said
 
 

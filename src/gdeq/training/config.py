@@ -255,6 +255,29 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
         "augment": {"crop": 4, "flip": True},
     },
+    # What `gdeq paper` trains with: one recipe for all rows, the paper's 18 and 20 solver steps.
+    # The optimiser's settings are cifar10-fast's.
+    "cifar10-paper": {
+        "data": "cifar10",
+        "epochs": 25,
+        "batch_size": 128,
+        "precision": "bf16",
+        "label_smoothing": 0.1,
+        "ema": 0.999,
+        "log_every": 50,
+        "checkpoint_seconds": 300.0,
+        "model": {"size": "large"},
+        "solver": {"max_iter": 18, "tol": 0.0},
+        "gradient": {"max_iter": 20, "tol": 0.0},
+        "optimizer": {
+            "name": "sgd",
+            "lr": 0.03,
+            "weight_decay": 5e-4,
+            **_FAST,
+            "clip": 5.0,
+        },
+        "augment": {"crop": 4, "flip": True},
+    },
 }
 
 

@@ -39,6 +39,7 @@ from gdeq.training.records import Recorder, summary, unrolled_steps
 from gdeq.training.stopping import Interrupted, StopRequest
 
 __all__ = [
+    "DivergedError",
     "Interrupted",
     "Trainer",
     "TrainingError",
@@ -50,6 +51,10 @@ __all__ = [
 
 class TrainingError(RuntimeError):
     """The training cannot go on; the last good checkpoint is intact."""
+
+
+class DivergedError(TrainingError):
+    """The loss is no number any more: the same settings would lead there again."""
 
 
 class Trainer:
@@ -166,7 +171,7 @@ class Trainer:
     def _check_finite(self, figures: dict[str, float]) -> None:
         if math.isfinite(figures["loss"]):
             return
-        raise TrainingError(
+        raise DivergedError(
             f"the loss became NaN or infinite at or before step {self.step}; {self._kept()}.  Try "
             "a lower optimizer.lr, optimizer.clip=1, or jacobian_weight=1 to keep f contractive, "
             "with precision=float32 to see whether it is rounding: `gdeq train --resume "
@@ -372,7 +377,8 @@ class Trainer:
         )
         if self.process.first and epoch + 1 in self.config.snapshots:
             self._write_weights(f"snapshots/epoch-{epoch + 1:03d}.safetensors")
-        late = time.monotonic() - self.saved_at >= min(10.0, self.config.checkpoint_seconds)
+        timer = self.config.checkpoint_seconds
+        late = time.monotonic() - self.saved_at >= min(max(10.0, timer / 6), timer)
         stop = self.process.any(self.stop.caught is not None)
         # After the first one always: of a short run that is killed, something is left.
         if self.step == self.total or stop or epoch == 0 or self.process.any(late):

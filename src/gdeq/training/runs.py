@@ -32,11 +32,17 @@ DEEDS = {MISSING: "train into", HALF: "go on with", FINISHED: "keep"}
 
 
 def train(
-    path: Path, config: Config, root: Path | None = None, *, more: bool = False
+    path: Path,
+    config: Config,
+    root: Path | None = None,
+    *,
+    more: bool = False,
+    until: float | None = None,
 ) -> dict[str, Any]:
     """A new run in a new folder.
 
     more: others come after it, which a signal stops even where this one came to its end.
+    until: it saves and stops at this time (of `time.monotonic`), as at a signal.
     """
     me = start_on(config.device)
     try:
@@ -49,7 +55,7 @@ def train(
         if me.first:
             trainer.run = RunFolder.create(path, config)
         me.wait()
-        return _fit(trainer, more)
+        return _fit(trainer, more, until)
     finally:
         process.stop()
 
@@ -61,10 +67,11 @@ def resume(
     tell: Callable[[str], None] = print,
     *,
     more: bool = False,
+    until: float | None = None,
 ) -> dict[str, Any]:
     """Go on where the newest whole checkpoint is; from the start if there is none yet.
 
-    A run that has all its epochs is left as it is.  more: as for `train`.
+    A run that has all its epochs is left as it is.  more, until: as for `train`.
     """
     run, config = reopen(path, overrides)
     summary = run.finished(config.epochs)
@@ -86,7 +93,7 @@ def resume(
         if me.first and config != run.config():
             run.write_config(config)  # the next resume goes on with the same
         me.wait()
-        return _fit(trainer, more)
+        return _fit(trainer, more, until)
     finally:
         process.stop()
 
@@ -384,7 +391,8 @@ def _state(path: Path, wanted: Config | None) -> str:
     return HALF if run.finished(config.epochs) is None else FINISHED
 
 
-def _fit(trainer: Trainer, more: bool) -> dict[str, Any]:
+def _fit(trainer: Trainer, more: bool, until: float | None) -> dict[str, Any]:
+    trainer.stop.until = until
     summary = trainer.fit()
     if more and trainer.asked_to_stop:
         raise Interrupted(
