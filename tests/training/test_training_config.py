@@ -133,7 +133,8 @@ def test_who_reads_what(key):
         != kind(name=name, **needed).build()
     ]
     assert set(readers) == set(configs.READ_BY[key])
-    assert set(configs.READ_BY) - set(OTHER_VALUES) == {"optimizer.momentum"}
+    others = set(configs.READ_BY) - set(OTHER_VALUES)
+    assert others == {"optimizer.momentum", "optimizer.scale", "optimizer.adam_lr"}
 
 
 def test_presets_may_hold_what_the_chosen_gradient_does_not_read(tmp_path):

@@ -65,7 +65,7 @@ def test_a_key_like_nothing(gdeq):
         ("solver=newton", "error: solver.name must be 'broyden' or 'anderson' or 'picard'"),
         ("gradient=foo", "error: gradient.name must be 'gdeq' or 'implicit' or 'jfb' or 'npg' or"),
         ("model=foo", "error: model.size must be 'small' or 'tiny' or 'large', got 'foo'"),
-        ("optimizer=foo", "error: optimizer.name must be 'adam' or 'sgd', got 'foo'"),
+        ("optimizer=foo", "error: optimizer.name must be 'adam' or 'sgd' or 'muon', got 'foo'"),
         ("augment=flip", "augment holds settings, got 'flip'; it has augment.crop, augment.flip"),
         ("solver.memory=0", "error: solver.memory must be at least 1, got 0"),
         ("gradient.refine=-1", "error: gradient.refine must be at least 0, got -1"),
@@ -99,7 +99,8 @@ def test_a_value_that_does_not_fit(gdeq, setting, message):
             "gradient=gdeq",
         ),
         (["solver=picard", "gradient=jfb", "solver.memory=3"], "solver.memory is read by"),
-        (["optimizer.momentum=0.5"], "is read by optimizer=sgd alone, and this is optimizer=adam"),
+        (["optimizer.momentum=0.5"], "is read by optimizer=sgd and optimizer=muon alone, and this"),
+        (["optimizer.adam_lr=0.5"], "is read by optimizer=muon alone, and this is optimizer=adam"),
     ],
 )
 def test_a_setting_that_nothing_reads(gdeq, settings, message):

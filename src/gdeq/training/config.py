@@ -85,16 +85,20 @@ class GradientConfig:
 class OptimizerConfig:
     """The optimiser and its schedule, which runs over the whole training."""
 
-    name: str = "adam"  # adam, sgd
+    name: str = "adam"  # adam, sgd, muon
     lr: float = 1e-3
     weight_decay: float = 0.0
-    momentum: float = 0.9  # sgd
+    momentum: float = 0.9  # sgd, muon
+    scale: str = "shape"  # muon: size of an update, by the matrix's shape or relative to itself
+    adam_lr: float = 2e-3  # muon: of biases, norms, gains, the first and the last layer
     schedule: str = "cosine"  # cosine, onecycle, constant
     warmup: float = 0.0  # share of the steps over which the rate rises
     clip: float | None = None  # largest gradient norm
 
     def __post_init__(self) -> None:
-        check_choice(self, "name", ("adam", "sgd"))
+        check_choice(self, "name", ("adam", "sgd", "muon"))
+        check_choice(self, "scale", ("shape", "relative"))
+        check_real(self, "adam_lr", 0.0, open_low=True)
         check_real(self, "lr", 0.0, open_low=True)
         check_real(self, "weight_decay", 0.0)
         check_real(self, "momentum", 0.0, 1.0)
@@ -200,7 +204,9 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "gradient.solver": ("implicit",),
     "gradient.steps": ("npg", "unrolled"),
     "gradient.damping": ("npg", "unrolled"),
-    "optimizer.momentum": ("sgd",),
+    "optimizer.momentum": ("sgd", "muon"),
+    "optimizer.scale": ("muon",),
+    "optimizer.adam_lr": ("muon",),
 }
 # What a section alone stands for: gradient=jfb, model=large.
 SHORT = {"model": "size", "solver": "name", "gradient": "name", "optimizer": "name"}

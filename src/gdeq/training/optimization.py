@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gdeq.training.config import Config
+from gdeq.training.config import Config, OptimizerConfig
+from gdeq.training.muon import Muon, split
 
 
 def learning_rate(config: Config, step: int, total: int) -> float:
@@ -36,12 +37,16 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         {"params": [p for p in named if p.dim() > 1], "weight_decay": choice.weight_decay},
         {"params": [p for p in named if p.dim() <= 1], "weight_decay": 0.0},
     ]
+    if choice.name == "muon":
+        groups = _muon_groups(choice, model)
     device = named[0].device
     on_gpu = device.type == "cuda"
     if on_gpu:
         for group in groups:
             group["lr"] = torch.tensor(choice.lr, dtype=torch.float32, device=device)
     fused = True if on_gpu else None  # None: as PyTorch chooses
+    if choice.name == "muon":
+        return Muon(groups, choice.lr, choice.momentum, scale=choice.scale)
     if choice.name == "adam":
         return torch.optim.AdamW(groups, lr=choice.lr, fused=fused, capturable=on_gpu)
     return torch.optim.SGD(
@@ -53,12 +58,24 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
+def _muon_groups(choice: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]]:
+    inner, outer, rest = split(model)
+    decay, share = choice.weight_decay, choice.adam_lr / choice.lr
+    return [
+        {"params": inner, "weight_decay": decay, "orthogonal": True},
+        {"params": outer, "weight_decay": decay, "rate_share": share},
+        {"params": rest, "weight_decay": 0.0, "rate_share": share},
+    ]
+
+
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """rate: of the groups that have no share of it as theirs."""
     for group in optimizer.param_groups:
+        own = rate * group.get("rate_share", 1.0)
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
+            group["lr"].fill_(own)
         else:
-            group["lr"] = rate
+            group["lr"] = own
 
 
 def restore_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
