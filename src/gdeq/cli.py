@@ -18,6 +18,7 @@ from rich.progress import Progress
 from gdeq import bench as benches
 from gdeq import data as datasets
 from gdeq import report as reports
+from gdeq.paper import plan, running
 from gdeq.training import checkpoint, folder, loop, process, runs
 from gdeq.training import config as configs
 from gdeq.training.config import Config
@@ -28,6 +29,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+paper = typer.Typer(
+    help="The paper's experiment on CIFAR-10: its runs, and its tables and figures from them.",
+    no_args_is_help=True,
+)
+app.add_typer(paper, name="paper")
 console = Console(highlight=False, markup=False, soft_wrap=True)
 
 EXPECTED = (
@@ -272,6 +278,58 @@ def bench(
     chosen_peers = benches.read_peers(peers, wanted)
     runs.start_on(wanted.device, "--device ")
     benches.run(wanted, peers=chosen_peers, out=out, tell=typer.echo)
+
+
+@paper.command("run")
+@plain_errors
+def paper_run(
+    out: Annotated[Path, typer.Option(help="Folder for the run folders.")],
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Save and stop when these are over.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A run, a group, or a pattern: 'gdeq-*'. Repeatable.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value for all runs. Repeatable.")
+    ] = None,
+    finished: Annotated[
+        list[Path] | None, typer.Option(help="A folder whose finished runs are not made again.")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Keep all small files of the runs in this .tar.gz as well.")
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="Mini-batches of a similarity.")] = 8,
+    images: Annotated[int, typer.Option(min=1, help="Images in each of them.")] = 64,
+    data: Root = None,
+    dry_run: DryRun = False,
+) -> None:
+    """All runs behind the paper's tables, most telling first; the same command goes on.
+
+    What has a summary.json is done, what has a checkpoint is resumed, and nothing is begun that
+    would not end in the minutes left.  Gradients are compared as soon as a run ends, in the same
+    process.  The training time of a run has neither its tests nor the compilation in it.
+    """
+    chosen_runs = plan.chosen(only or [])
+    plan.check_overrides(settings or [])
+    journey = running.Journey(
+        out,
+        minutes=minutes,
+        overrides=settings or [],
+        root=data,
+        finished=finished or [],
+        export=export,
+        measure=running.Measure(batches, images),
+        tell=console.print,
+    )
+    if dry_run:
+        for line in journey.forecast(chosen_runs):
+            console.print(line)
+        return
+    try:
+        journey.go(chosen_runs)
+    finally:
+        console.print(running.table(journey.outcomes))
 
 
 @app.command("data")

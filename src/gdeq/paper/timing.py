@@ -1,0 +1,145 @@
+"""How long a run would take: asked before it is begun on a machine that is lent by the minute."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gdeq.training import checkpoint, process, progress
+from gdeq.training import config as configs
+from gdeq.training.config import Config
+from gdeq.training.folder import RunFolder
+from gdeq.training.loop import Trainer, precision
+
+RECORDING = 5  # steps until a CUDA graph is made and has been played
+TIMED = 8
+EVALUATION = 1.2  # of a finished run the training alone is known; tests come to about this
+START = 5.0  # seconds: data set, model, first evaluation
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds."""
+
+    step: float
+    unrolled_step: float  # of pre-training
+    test: float  # over the whole test set
+
+    def seconds(self, config: Config, per_epoch: int, done: int = 0) -> float:
+        """For what is left after ``done`` steps, tests included."""
+        total = config.epochs * per_epoch
+        unrolled = max(0, min(config.pretrain_steps, total) - done)
+        solved = total - done - unrolled
+        tests = config.epochs - done // per_epoch
+        work = unrolled * self.unrolled_step + solved * self.step + tests * self.test
+        return work + START
+
+
+def kind(config: Config) -> Config:
+    """What two runs that take equally long a step have in common."""
+    return configs.replace(
+        config,
+        seed=0,
+        epochs=1,
+        pretrain_steps=min(1, config.pretrain_steps),
+        snapshots=(),
+        log_every=1,
+        checkpoint_seconds=0.0,
+    )
+
+
+def probe(config: Config, root: Path | None = None) -> tuple[Speed, int]:
+    """Steps of a throw-away model; with the number of steps an epoch has.
+
+    It also compiles and tries out what the run needs, once in a process, so that this is not in
+    the training time of whichever run comes first.
+    """
+    me = process.start(config.device)
+    folder = RunFolder(Path("nowhere"))  # steps write nothing
+    trainer = Trainer(config, folder, me, progress.Silent(), None if root is None else str(root))
+    with precision(config, me.device):
+        solved = _step_seconds(trainer, config.pretrain_steps)
+        unrolled = _step_seconds(trainer, 0) if config.pretrain_steps else solved
+        trainer.set_phase(config.pretrain_steps)
+        trainer.evaluate()  # recorded as a graph
+        start = time.perf_counter()
+        trainer.evaluate()
+        test = time.perf_counter() - start
+    per_epoch = len(trainer.train_batches)
+    del trainer
+    free()
+    return Speed(solved, unrolled, test), per_epoch
+
+
+def _step_seconds(trainer: Trainer, first: int) -> float:
+    """Of the steps from ``first`` on; the median would hide steps that take long now and then."""
+    trainer.step = first
+    start, done = 0.0, 0
+    while done < RECORDING + TIMED:
+        for _, (images, labels) in trainer.train_batches.epoch(0):
+            if done == RECORDING:
+                trainer.sums.read(trainer.process)  # waits for the device
+                start = time.perf_counter()
+            trainer.one_step(images, labels)
+            trainer.step = first  # however few steps pre-training has
+            done += 1
+            if done == RECORDING + TIMED:
+                break
+    trainer.sums.read(trainer.process)
+    return (time.perf_counter() - start) / TIMED
+
+
+def free() -> None:
+    """What a run leaves behind: its recordings hold each other, and memory with them."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def steps_done(path: Path) -> int | None:
+    """Where the newest checkpoint stands; None without one."""
+    found = checkpoint.available(path)
+    return int(found[0].stem.removeprefix("step-")) if found else None
+
+
+class Estimates:
+    """Of each kind of run, from finished ones or from trying it out once in this process."""
+
+    def __init__(self, root: Path | None) -> None:
+        self.root = root
+        self.finished: dict[Config, tuple[float, int]] = {}  # seconds a step, steps an epoch
+        self.probed: dict[Config, tuple[Speed, int]] = {}
+
+    def learn(self, folders: Iterable[Path]) -> None:
+        for path in folders:
+            try:
+                run = RunFolder.open(path)
+                config = run.config()
+                last = [r for r in run.metrics() if r["kind"] == "epoch"][-1]
+                pace = (last["seconds"] / last["step"], last["step"] // last["epoch"])
+            except (RuntimeError, ValueError, LookupError, OSError):
+                continue  # whatever it is, it is no run to learn from
+            self.finished[kind(config)] = pace
+
+    def known(self, config: Config, done: int = 0) -> float | None:
+        """Seconds, without trying anything."""
+        which = kind(config)
+        if which in self.probed:
+            speed, per_epoch = self.probed[which]
+            return speed.seconds(config, per_epoch, done)
+        if which in self.finished:
+            pace, per_epoch = self.finished[which]
+            return EVALUATION * pace * (config.epochs * per_epoch - done) + START
+        return None
+
+    def probe(self, config: Config, done: int = 0) -> float:
+        which = kind(config)
+        if which not in self.probed:
+            self.probed[which] = probe(config, self.root)
+        speed, per_epoch = self.probed[which]
+        return speed.seconds(config, per_epoch, done)
