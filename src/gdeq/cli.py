@@ -198,6 +198,7 @@ def similarity(
     """
     by_method: dict[tuple[int, str], list[float]] = {}
     worst: dict[int, tuple[float, float]] = {}
+    radii: dict[int, float] = {}
     measured = runs.measure_similarity(
         run, epochs, batches, batch_size, data, device, exact_tol, console.print
     )
@@ -209,6 +210,7 @@ def similarity(
             max(backward, record["exact_residual"]),
             max(forward, record["exact_forward_residual"]),
         )
+        radii[epoch] = max(radii.get(epoch, 0.0), record["spectral_radius_max"])
     for (epoch, method), values in by_method.items():
         middle = sorted(values)[len(values) // 2]
         console.print(
@@ -217,6 +219,9 @@ def similarity(
     for epoch, (backward, forward) in worst.items():
         reached = f"residual at most {backward:.1e}, at an equilibrium solved to {forward:.1e}"
         console.print(f"epoch {epoch:3d}  the exact gradient's own {reached}")
+        console.print(
+            f"epoch {epoch:3d}  spectral radius of ∂f/∂z there at most {radii[epoch]:.3f}"
+        )
         if not max(backward, forward) <= exact_tol:
             console.print(
                 f"warning: at epoch {epoch} the exact gradient is not exact: its {reached}, is "

@@ -80,7 +80,7 @@ def records_of(run):
     return [json.loads(x) for x in (run / "similarity.jsonl").read_text().splitlines()]
 
 
-METHODS = {"Implicit", "JFB", "GDEQ", "GDEQ refine 1", "GDEQ refine 2", "GDEQ refine 4", "NPG"}
+METHODS = {"Implicit", "JFB", "GDEQ", *(f"GDEQ refine {n}" for n in (1, 2, 3, 4)), "NPG"}
 
 
 def test_similarity(gdeq, run):
@@ -104,6 +104,9 @@ def test_similarity(gdeq, run):
     assert all(r["cosine"] > 0.999 for r in by["Implicit"])
     assert "epoch   1  GDEQ refine 4   cosine: median" in said
     assert "epoch   1  the exact gradient's own residual at most" in said
+    assert all(0.01 < r["spectral_radius"] <= r["spectral_radius_max"] < 1 for r in records)
+    assert len({r["spectral_radius"] for r in records}) == 2  # of each mini-batch
+    assert "epoch   1  spectral radius of ∂f/∂z there at most 0." in said
     assert "warning" not in said
     code, said = gdeq("similarity", run, "--epoch", "7")
     assert code == 1
@@ -119,6 +122,16 @@ def test_similarity_is_with_the_equilibrium_and_not_with_where_the_solver_stops(
     assert implicit["forward_residual"] > 1e-3
     assert implicit["exact_forward_residual"] < 1e-5
     assert implicit["relative_error"] > 1e-3
+
+
+def test_similarity_knows_the_runs_own_method(run):
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("tolerance: null", "tolerance: 0.25"))
+    found = list(runs.measure_similarity(run, batches=1, batch_size=4))
+    own = found[-1]
+    assert {r["method"] for r in found} == {*METHODS, "GDEQ tolerance 0.25"}
+    assert own["method"] == "GDEQ tolerance 0.25"
+    assert 0 < own["adjoint_residual"] <= 0.25
 
 
 def test_similarity_that_is_not_exact_says_so(gdeq, run):
@@ -204,8 +217,8 @@ def test_similarity_keeps_the_other_epochs(gdeq, run, monkeypatch):
     # Stopped within the second epoch: the first is new, the second as it was.
     real = runs.similarity
 
-    def struck(model, source, solver, batches, epoch, exact_tol):
-        for record in real(model, source, solver, batches, epoch, exact_tol):
+    def struck(model, source, solver, batches, epoch, *rest):
+        for record in real(model, source, solver, batches, epoch, *rest):
             yield record
             if epoch == 2:
                 raise KeyboardInterrupt

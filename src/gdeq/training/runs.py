@@ -24,7 +24,7 @@ from gdeq.training import config as configs
 from gdeq.training.config import Config, ConfigError
 from gdeq.training.folder import RunError, RunFolder, device_name, read_metrics
 from gdeq.training.loop import Interrupted, Trainer, build_model, precision
-from gdeq.training.similarity import METHODS, similarity, solver_for
+from gdeq.training.similarity import methods_for, similarity, solver_for
 
 GRADIENTS = ("implicit", "jfb", "npg", "gdeq")
 MISSING, HALF, FINISHED = "missing", "half", "finished"  # the runs of a comparison
@@ -167,8 +167,8 @@ def measure_similarity(
     missing = [epoch for epoch in chosen if epoch not in found]
     if missing:
         raise RunError(f"no snapshot of epoch {missing[0]}; there are {sorted(found)}")
-    own = run.config().solver.build()
-    others = {name: solver_for(method, own) for name, method in METHODS.items()}
+    own, methods = run.config().solver.build(), methods_for(run.config())
+    others = {name: solver_for(method, own) for name, method in methods.items()}
     replaced = [name for name, solver in others.items() if solver != own]
     if replaced:
         tell(
@@ -191,7 +191,7 @@ def measure_similarity(
             seed=config.seed,
         )
         records = []
-        for record in similarity(model, source, own, batches, epoch, exact_tol):
+        for record in similarity(model, source, own, batches, epoch, exact_tol, methods):
             records.append(record)
             yield record
         _keep_similarity(run, epoch, records, tell)

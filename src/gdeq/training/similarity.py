@@ -13,14 +13,15 @@ from torch.nn.functional import cross_entropy
 from gdeq.data import Batches
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured
 from gdeq.models.mdeq import MDEQ
+from gdeq.regularize import hold, spectral_radius
 from gdeq.solvers import GMRES, Broyden, Solver
 from gdeq.training.config import Config
 from gdeq.training.loop import precision
 
 
-def exact(tol: float) -> Implicit:
+def exact(tol: float, steps: int = 300) -> Implicit:
     """GMRES far below ``tol``: an ill-conditioned system makes more of what it leaves."""
-    return Implicit(GMRES(max_iter=300, tol=tol / 100), double_backward=False)
+    return Implicit(GMRES(max_iter=steps, tol=tol / 100), double_backward=False)
 
 
 METHODS: dict[str, Gradient] = {
@@ -31,11 +32,15 @@ METHODS: dict[str, Gradient] = {
     "GDEQ": Measured(GDEQ()),
     "GDEQ refine 1": GDEQ(refine=1),
     "GDEQ refine 2": GDEQ(refine=2),
+    "GDEQ refine 3": GDEQ(refine=3),
     "GDEQ refine 4": GDEQ(refine=4),
     "NPG": NPG(steps=5, damping=0.5),
 }
-# The exact gradient is that of the equilibrium itself, not of where the run's solver stops.
-EQUILIBRIUM = Broyden(max_iter=100, tol=1e-6)
+# The exact gradient is that of the equilibrium itself, not of where the run's solver stops.  Steps
+# of the two solves behind it; the second pair is for where the first was not enough.
+BUDGETS = ((100, 300), (400, 600))
+EQUILIBRIUM_TOL = 1e-6
+POWER_STEPS = 40  # VJPs for the spectral radius
 # Without TF32 or bf16: compared are the methods, not the arithmetic they were trained in.
 FULL = Config(precision="float32")
 
@@ -58,14 +63,21 @@ def solver_for(method: Gradient, solver: Solver) -> Solver:
 
 
 def similarity(
-    model: MDEQ, batches: Batches, solver: Solver, count: int, epoch: int, exact_tol: float = 1e-4
+    model: MDEQ,
+    batches: Batches,
+    solver: Solver,
+    count: int,
+    epoch: int,
+    exact_tol: float = 1e-4,
+    methods: dict[str, Gradient] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """One record for each method and mini-batch.
+    """One record for each method (of `METHODS`, or of those given) and mini-batch.
 
     Compared is the gradient that each method gives in training, with the run's solver, with the
     exact one at the equilibrium, solved as tightly as float32 allows.  Of the parameters, those at
     and before the equilibrium count (cell and stem); the head's are no matter of the method.
-    Dropout is off, so that all see one function.
+    Dropout is off, so that all see one function.  The spectral radius of ∂f/∂z at the equilibrium
+    is that of the middle and of the worst sample, the same in all records of a mini-batch.
     """
     model.eval()
     for index, (images, labels) in batches.epoch(epoch):
@@ -73,17 +85,31 @@ def similarity(
             return
         # Closed before a record is handed out: the caller's arithmetic is not ours to change.
         with precision(FULL, images.device):
-            records = list(_compare(model, solver, exact_tol, images, labels))
+            own = METHODS if methods is None else methods
+            records = list(_compare(model, solver, exact_tol, own, images, labels))
         for record in records:
             yield {"epoch": epoch, "batch": index, **record}
 
 
+def methods_for(config: Config) -> dict[str, Gradient]:
+    """`METHODS`, and the run's own where it is none of them."""
+    own = config.gradient.build()
+    if not isinstance(own, GDEQ) or own.tolerance is None:
+        return METHODS
+    return {**METHODS, f"GDEQ tolerance {own.tolerance}": own}
+
+
 def _compare(
-    model: MDEQ, solver: Solver, exact_tol: float, images: Tensor, labels: Tensor
+    model: MDEQ,
+    solver: Solver,
+    exact_tol: float,
+    methods: dict[str, Gradient],
+    images: Tensor,
+    labels: Tensor,
 ) -> Iterator[dict[str, Any]]:
-    truth = _gradient(model, EQUILIBRIUM, exact(exact_tol), images, labels)
+    truth, radius = _truth(model, exact_tol, images, labels)
     size = truth.gradient.norm()
-    for name, method in METHODS.items():
+    for name, method in methods.items():
         own = solver_for(method, solver)
         found = _gradient(model, own, method, images, labels)
         product = found.gradient @ truth.gradient
@@ -97,7 +123,31 @@ def _compare(
             "adjoint_residual": found.backward_residual.median().item(),
             "exact_forward_residual": truth.forward_residual,
             "exact_residual": truth.backward_residual.max().item(),
+            "spectral_radius": radius.median().item(),
+            "spectral_radius_max": radius.max().item(),
         }
+
+
+def _truth(model: MDEQ, tol: float, images: Tensor, labels: Tensor) -> tuple[Found, Tensor]:
+    """The exact gradient, and the spectral radius (batch,) at its equilibrium."""
+    for forward, backward in BUDGETS:
+        solver = Broyden(max_iter=forward, tol=EQUILIBRIUM_TOL)
+        truth = _gradient(model, solver, exact(tol, backward), images, labels)
+        if max(truth.forward_residual, truth.backward_residual.max().item()) <= tol:
+            break
+    return truth, _radius(model, images)
+
+
+def _radius(model: MDEQ, images: Tensor) -> Tensor:  # (batch,)
+    """At the solution of the last call."""
+    deq = model.deq
+    assert deq.solution is not None
+    z = deq.solution.z
+    with torch.no_grad():
+        injection = model.stem(images)
+    generator = torch.Generator(images.device).manual_seed(0)
+    with hold(deq.cell):
+        return spectral_radius(lambda z: deq.cell(z, injection), z, POWER_STEPS, generator)
 
 
 def _gradient(
