@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.recording import Recording, rehearsal
+from gdeq.recording import Memory, Recording, rehearsal
 
 ADVICE = (
     "A step must not read values from the device (.item(), bool(tensor), printing a tensor) nor "
@@ -51,9 +51,9 @@ class CaptureWarning(UserWarning):
 class Captured:
     """A step that records itself; see `capture`."""
 
-    def __init__(self, step: Callable[..., Any], warmup: int) -> None:
+    def __init__(self, step: Callable[..., Any], warmup: int, memory: Memory | None) -> None:
         functools.update_wrapper(self, step)
-        self.step, self.warmup = step, warmup
+        self.step, self.warmup, self.memory = step, warmup, memory
         self.reason: str | None = None  # why there is no graph, once that is known
         self.reset()
 
@@ -147,7 +147,7 @@ class Captured:
         # Autocast's copies of the weights are made once for all that follows.  One from before the
         # recording would be played again for ever, one from within it would be used outside.
         torch.clear_autocast_cache()
-        recording = Recording()
+        recording = Recording(self.memory)
         try:
             with recording.record():
                 self.outputs = self.step(*self.inputs)
@@ -170,7 +170,9 @@ def _forget_failed_capture() -> None:
     torch.cuda.synchronize()
 
 
-def capture(step: Callable[..., Any] | None = None, *, warmup: int = 3) -> Any:
+def capture(
+    step: Callable[..., Any] | None = None, *, warmup: int = 3, memory: Memory | None = None
+) -> Any:
     """Make a function of tensors record itself as a CUDA graph, and replay that from then on.
 
     The first ``warmup`` calls run as they are, on the values given (they are steps of the training
@@ -178,14 +180,17 @@ def capture(step: Callable[..., Any] | None = None, *, warmup: int = 3) -> Any:
     On a CPU, or where recording fails, the function runs as it is, and a `CaptureWarning` says why.
     ``reset()`` forgets the recording, for when something else than tensor values has changed (a
     solver was exchanged).
+
+    memory: one `gdeq.recording.Memory` for several steps that take turns, of which none reads in
+        another's results before they were copied (the results that a call returns are copies).
     """
     if step is None:
-        return functools.partial(capture, warmup=warmup)
+        return functools.partial(capture, warmup=warmup, memory=memory)
     if not callable(step):
         raise TypeError(f"capture takes a function of tensors, got {type(step).__name__}")
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 2:
         raise ValueError(f"warmup must be an integer of at least 2, got {warmup!r}")
-    return Captured(step, warmup)
+    return Captured(step, warmup, memory)
 
 
 def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:

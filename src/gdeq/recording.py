@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,12 +50,26 @@ def current() -> Recording | None:
     return found if same else None
 
 
-class Recording:
-    """Graphs that are played one after the other; some of them repeatedly."""
+class Memory:
+    """What several recordings may work in, if nothing that one leaves there is read after another
+    has been played.  The allocator gives memory again only on the stream that it was taken on."""
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()
+        self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None
+
+
+class Recording:
+    """Graphs that are played one after the other; some of them repeatedly.
+
+    memory: shared with others.
+    """
+
+    def __init__(self, memory: Memory | None = None) -> None:
+        memory = Memory() if memory is None else memory
+        if memory.stream is None:
+            memory.pool, memory.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self.pool, self.stream = memory.pool, memory.stream
         self.thread = threading.get_ident()
         self.parts: list[torch.cuda.CUDAGraph | Repeated] = []
         self.open: torch.cuda.CUDAGraph | None = None

@@ -125,7 +125,7 @@ def test_not_a_setting(gdeq):
 
 def test_a_bad_preset_name(gdeq):
     said = refused(gdeq, "train", "cifar-10", "--dry-run")
-    presets = "digits, fashion-mnist, cifar10, cifar10-fast, cifar10-paper"
+    presets = "digits, fashion-mnist, cifar10, cifar10-fast, cifar10-paper, cifar10-adaptive"
     assert f"'cifar-10' is neither a preset ({presets})" in said
     assert "did you mean 'cifar10'?" in said
 

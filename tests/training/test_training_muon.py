@@ -147,7 +147,7 @@ def test_the_rest_is_adam():
         made.step()
         adam.step()
     _, *others = muon.split(model)
-    for found, expected in zip(sum(others, []), outer + rest, strict=True):
+    for found, expected in zip(others[0] + others[1], outer + rest, strict=True):
         torch.testing.assert_close(found, expected)
 
 
@@ -193,18 +193,18 @@ def test_resumed_bit_for_bit(tmp_path, few_images):
     runs.train(whole, configs.load("digits", settings))
     seen = []
 
-    class Stop(Exception):
+    class StopError(Exception):
         pass
 
     class Stopping(progress.Silent):
         def step(self, done, figures):
             seen.append(done)
             if done == 4:
-                raise Stop
+                raise StopError
 
     run = RunFolder.create(cut, configs.load("digits", settings))
     made = loop.Trainer(run.config(), run, CPU, Stopping(), None)
-    with pytest.raises(Stop):
+    with pytest.raises(StopError):
         made.fit()
     assert seen == [1, 2, 3, 4]
     assert checkpoints(cut)

@@ -139,6 +139,42 @@ class AugmentConfig:
 
 
 @options
+class AdaptConfig:
+    """Forward steps, refinement and penalty that follow the residuals (gdeq.training.adapting).
+
+    For gradient=gdeq.  In training ``solver.max_iter``, ``gradient.refine`` are then not read: it
+    begins on the lowest rungs.  The test is still solved with ``solver.max_iter``.
+    """
+
+    enabled: bool = False
+    forward: float = 1e-2  # wanted: mean relative residual of the fixed point
+    backward: float = 0.3  # wanted: mean relative residual of the adjoint equation
+    every: int = 50  # training steps between two looks
+    steps: tuple[int, ...] = (4, 5, 6, 7, 9, 12, 15, 18)  # solver.max_iter; the last: the budget
+    refine: tuple[int, ...] = (0, 1, 2, 3, 5)  # gradient.refine
+    room: float = 0.5  # below this share of the target one rung down is tried
+    patience: int = 2  # after so many such looks in a row
+    jacobian_least: float = 0.1  # weight of the penalty when the budget does not suffice, at first
+    jacobian_most: float = 4.0  # and at most
+
+    def __post_init__(self) -> None:
+        check_flag(self, "enabled")
+        for name in ("forward", "backward", "jacobian_least"):
+            check_real(self, name, 0.0, open_low=True)
+        check_integer(self, "every", 1)
+        check_integer(self, "patience", 1)
+        check_real(self, "room", 0.0, 1.0)
+        check_real(self, "jacobian_most", self.jacobian_least)
+        for name, least in (("steps", 1), ("refine", 0)):
+            rungs = getattr(self, name)
+            whole = all(isinstance(n, int) and not isinstance(n, bool) for n in rungs)
+            if not whole or not rungs or min(rungs) < least or list(rungs) != sorted(set(rungs)):
+                raise ValueError(
+                    f"AdaptConfig.{name} must be rising integers of at least {least}, got {rungs!r}"
+                )
+
+
+@options
 class Config:
     """One training run."""
 
@@ -163,6 +199,7 @@ class Config:
     gradient: GradientConfig = field(default_factory=GradientConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
+    adapt: AdaptConfig = field(default_factory=AdaptConfig)
 
     def __post_init__(self) -> None:
         check_choice(self, "data", ("digits", "fashion-mnist", "cifar10"))
@@ -189,8 +226,24 @@ class Config:
                 "gradient such as gradient=jfb"
             )
         check_pair(solver, gradient)
+        self._check_adapt()
         if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.snapshots):
             raise ValueError(f"Config.snapshots are epochs from 1 on, got {self.snapshots!r}")
+
+    def _check_adapt(self) -> None:
+        if not self.adapt.enabled:
+            return
+        if self.gradient.name != "gdeq" or self.gradient.tolerance is not None:
+            raise ValueError(
+                "adapt.enabled chooses the refinement of gradient=gdeq: for another gradient, or "
+                "with gradient.tolerance, set adapt.enabled=false"
+            )
+        if self.solver.tol > self.adapt.forward:
+            raise ValueError(
+                f"solver.tol={self.solver.tol:g} stops each solve before adapt.forward="
+                f"{self.adapt.forward:g} is reached: lower solver.tol (0: all steps), or raise "
+                "adapt.forward"
+            )
 
 
 # Settings that some names of their section pass over, and the names that read them.
@@ -287,6 +340,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+# The same, with steps and refinement as the residuals ask for; the test is solved with 12 steps.
+PRESETS["cifar10-adaptive"] = PRESETS["cifar10-fast"] | {
+    "solver": {"max_iter": 12, "tol": 0.0},
+    "gradient": {},
+    "adapt": {"enabled": True},
+}
+
+
 def check_names(size: str, precision: str) -> None:
     """For a command that takes these two without a configuration."""
     _build(Config, {"precision": precision, "model": {"size": size}}, "")
@@ -326,6 +387,8 @@ def to_dict(config: Config) -> dict[str, Any]:
     """Plain data, as YAML writes it."""
     settings = dataclasses.asdict(config)
     settings["snapshots"] = list(config.snapshots)
+    for name in ("steps", "refine"):
+        settings["adapt"][name] = list(settings["adapt"][name])
     return settings
 
 

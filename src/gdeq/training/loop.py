@@ -21,8 +21,10 @@ from gdeq import data as datasets
 from gdeq.capture import capture
 from gdeq.gradients import Unrolled
 from gdeq.models.mdeq import MDEQ
+from gdeq.recording import Memory
 from gdeq.regularize import hold, jacobian_penalty
 from gdeq.training import checkpoint
+from gdeq.training.adapting import Controller
 from gdeq.training.averaging import Average
 from gdeq.training.building import build_batches, build_model, share_batch_statistics
 from gdeq.training.config import Config, ConfigError
@@ -47,6 +49,9 @@ __all__ = [
     "learning_rate",
     "precision",
 ]
+
+
+RECORDINGS = 8  # kept at most, the last ones used: their memory is shared, their kernels are not
 
 
 class TrainingError(RuntimeError):
@@ -87,7 +92,14 @@ class Trainer:
         self.train_batches, self.test_batches = build_batches(config, self.dataset, process)
         self.total = config.epochs * len(self.train_batches)
         self.step = 0
+        adapt = config.adapt
+        self.controller = Controller(adapt, config.jacobian_weight) if adapt.enabled else None
+        self.memory = Memory() if adapt.enabled else None  # of recordings that take turns
         self.penalised = False  # whether the step under way has the Jacobian penalty
+        # Its weight; on a GPU a step reads it where it lies.
+        self.penalty_weight: float | Tensor = config.jacobian_weight
+        if device.type == "cuda":
+            self.penalty_weight = torch.full((), config.jacobian_weight, device=device)
         self.seconds = 0.0  # spent training, over all pieces of the run
         self.sums, self.test_sums = Sums(device), Sums(device)  # of this epoch
         self.recorded: dict[tuple[Any, ...], Callable[..., None]] = {}
@@ -125,6 +137,7 @@ class Trainer:
             "model": self.model.state_dict(),
             "averaged": self.average.model.state_dict() if self.average else None,
             "optimizer": self.optimizer.state_dict(),
+            "adapt": self.controller.state() if self.controller else None,
             **random_state(self.process),
             "metrics_size": self.run.size(),
         }
@@ -154,6 +167,8 @@ class Trainer:
         if self.average is not None:
             self.average.model.load_state_dict(state["averaged"])
         restore_moments(self.optimizer, state["optimizer"])
+        if self.controller is not None and state.get("adapt") is not None:
+            self.controller.restore(state["adapt"])
         restore_random_state(state, self.process)
 
     def save(self) -> None:
@@ -239,7 +254,8 @@ class Trainer:
             logging = self.step % self.config.log_every == 0
             # Not after the last step: who resumes there would miss the end of the epoch.
             saving = at + 1 < per_epoch and self._must_save()
-            if not (logging or saving):
+            looking = self._must_look()
+            if not (logging or looking or saving):
                 continue
             figures = self.sums.read(self.process, since_mark=True)  # waits for the device
             spent = time.perf_counter() - watch
@@ -249,6 +265,8 @@ class Trainer:
                 window, counted = 0.0, self.step
                 self._log(epoch, figures)
                 self.sums.mark()
+            if looking:
+                self._adapt(epoch)
             if saving:
                 self.save()
                 if self.process.any(self.stop.caught is not None):
@@ -269,30 +287,66 @@ class Trainer:
         late = time.monotonic() - self.saved_at >= self.config.checkpoint_seconds
         return self.process.any(self.stop.caught is not None or late)
 
+    def _must_look(self) -> bool:
+        solved = self.step > self.config.pretrain_steps
+        return self.controller is not None and solved and self.step % self.controller.every == 0
+
+    def _adapt(self, epoch: int) -> None:
+        """All processes call it, and measure and choose the same."""
+        assert self.controller is not None
+        figures = self.sums.read_since_look(self.process)
+        self.sums.look()
+        measured = {name: figures[name] for name in ("residual", "backward_residual")}
+        choice = self.controller.look(**measured)
+        if choice is None:
+            return
+        record = {"kind": "adapt", "step": self.step, "epoch": epoch}
+        self._write({**record, **choice.figures(), **measured})
+        if self.controller.exhausted:
+            self._say(
+                f"warning: the largest budget of adapt.steps and adapt.refine and the largest "
+                f"Jacobian penalty are in use at step {self.step} (mean residuals "
+                f"{measured['residual']:.1e} forward, {measured['backward_residual']:.1e} "
+                "backward): lower optimizer.lr, or raise adapt.forward or adapt.backward"
+            )
+
+    def _in_use(self) -> dict[str, Any]:
+        """For the records: what the controller has chosen, where there is one."""
+        return self.controller.choice.figures() if self.controller is not None else {}
+
     # -- one step --------------------------------------------------------------------------------
 
     def one_step(self, images: Tensor, labels: Tensor) -> None:
         self._prepare(self.step)
         unrolled = self.model.deq.solver is None
-        self._as_graph(self._compute, unrolled, self.penalised)(images, labels)
+        way: tuple[Any, ...] = (unrolled, self.penalised)
+        if self.controller is not None and not unrolled:
+            choice = self.controller.choice
+            way += (choice.steps, choice.refine)
+        self._as_graph(self._compute, *way)(images, labels)
         self.step += 1
 
-    def _as_graph(self, work: Callable[..., None], *way: bool) -> Callable[..., None]:
+    def _as_graph(self, work: Callable[..., None], *way: Any) -> Callable[..., None]:
         """On one GPU, the recording of this work, one for each way that it can go."""
         if not self.config.graph or self.process.device.type != "cuda":
             return work
         if self.process.world_size > 1:  # gradients are exchanged by threads that no graph sees
             return work
         key = (work.__name__, *way)
-        if key not in self.recorded:
-            self.recorded[key] = capture(work)
-        return self.recorded[key]
+        made = self.recorded.pop(key, None) or capture(work, memory=self.memory)
+        self.recorded[key] = made  # in the order of their last use
+        if len(self.recorded) > RECORDINGS:
+            del self.recorded[next(iter(self.recorded))]
+        return made
 
     def set_phase(self, step: int) -> None:
         """How the model is solved at this step: unrolled at first, then as configured."""
         config, deq = self.config, self.model.deq
         if step < config.pretrain_steps:
             deq.solver, deq.gradient = None, Unrolled(config.pretrain_layers)
+        elif self.controller is not None:
+            choice = self.controller.choice
+            deq.solver, deq.gradient = choice.solver(config), choice.gradient()
         else:
             deq.solver, deq.gradient = config.solver.build(), config.gradient.build()
 
@@ -303,7 +357,16 @@ class Trainer:
         self.set_phase(step)
         # Unrolled, there is no equilibrium whose Jacobian could be held down.
         solved = step >= config.pretrain_steps
-        self.penalised = solved and config.jacobian_weight > 0 and step % config.jacobian_every == 0
+        if step == config.pretrain_steps:
+            self.sums.look()  # what went before says nothing of the solver
+        weight = config.jacobian_weight
+        if self.controller is not None:
+            weight = self.controller.choice.jacobian_weight
+        self.penalised = solved and weight > 0 and step % config.jacobian_every == 0
+        if not isinstance(self.penalty_weight, Tensor):
+            self.penalty_weight = weight
+        elif self.penalised:
+            self.penalty_weight.fill_(weight)
         set_rate(self.optimizer, learning_rate(config, step, self.total))
         if self.average is not None:
             self.average.prepare(step)
@@ -319,7 +382,7 @@ class Trainer:
             objective = loss
             if self.penalised:
                 penalty = self._jacobian_penalty(*injections)
-                objective = loss + config.jacobian_weight * penalty
+                objective = loss + self.penalty_weight * penalty
         self.optimizer.zero_grad(set_to_none=True)
         objective.backward()
         if config.optimizer.clip is not None:
@@ -342,6 +405,7 @@ class Trainer:
 
     def _log(self, epoch: int, figures: dict[str, float]) -> None:
         self._check_finite(figures)
+        figures |= self._in_use()
         self.progress.step(self.step, figures)
         record = {"kind": "step", "step": self.step, "epoch": epoch, **figures}
         record["lr"] = learning_rate(self.config, self.step - 1, self.total)
@@ -369,6 +433,7 @@ class Trainer:
             "solver_steps": train["solver_steps"],
             "residual": train["residual"],
             "backward_residual": train["backward_residual"],
+            **self._in_use(),
         }
         self._write(record)
         self.progress.say(
@@ -393,6 +458,8 @@ class Trainer:
         torch.clear_autocast_cache()
         model.eval()
         model.deq.solver, model.deq.gradient = self.model.deq.solver, self.model.deq.gradient
+        if self.controller is not None and model.deq.solver is not None:
+            model.deq.solver = self.config.solver.build()  # the same for all epochs
         self.test_sums.clear()
         unrolled = model.deq.solver is None
         for _, (images, labels) in self.test_batches.epoch():

@@ -25,6 +25,7 @@ class Sums:
     def __init__(self, device: torch.device) -> None:
         self.values = torch.zeros(len(self.NAMES), dtype=torch.float64, device=device)
         self.marked = self.values.clone()  # as they were at the last log line
+        self.looked = self.values.clone()  # and when the method was last adapted
 
     def add(self, logits: Tensor, labels: Tensor, loss: Tensor, model: MDEQ) -> None:
         count = len(labels)
@@ -48,15 +49,25 @@ class Sums:
     def clear(self) -> None:
         self.values.zero_()
         self.mark()
+        self.look()
 
     def mark(self) -> None:
         """From here on counts what `read` gives with ``since_mark``."""
         self.marked.copy_(self.values)
 
+    def look(self) -> None:
+        """From here on counts what `read_since_look` gives."""
+        self.looked.copy_(self.values)
+
     def read(self, process: Process, since_mark: bool = False) -> dict[str, float]:
         """Means per sample over all processes; NaN where nothing was measured."""
-        values = self.values - self.marked if since_mark else self.values.clone()
-        sums = dict(zip(self.NAMES, process.sum(values).tolist(), strict=True))
+        return self._means(process, self.values - self.marked if since_mark else self.values)
+
+    def read_since_look(self, process: Process) -> dict[str, float]:
+        return self._means(process, self.values - self.looked)
+
+    def _means(self, process: Process, values: Tensor) -> dict[str, float]:
+        sums = dict(zip(self.NAMES, process.sum(values.clone()).tolist(), strict=True))
         samples, measured = sums.pop("samples"), sums.pop("measured")
         backward = sums.pop("backward_residual")
         means = {name: total / max(1.0, samples) for name, total in sums.items()}
@@ -66,13 +77,15 @@ class Sums:
 
     def state(self, process: Process) -> dict[str, Tensor]:
         """Over all processes: how many there will be after a resume is not known."""
-        both = {"sums": self.values, "logged_sums": self.marked}
-        return {name: process.sum(values.clone()) for name, values in both.items()}
+        return {name: process.sum(values.clone()) for name, values in self._kept().items()}
 
     def restore(self, state: dict[str, Tensor], process: Process) -> None:
         """The first process takes what all had, the others nothing: the sum stays what it was."""
-        for name, values in (("sums", self.values), ("logged_sums", self.marked)):
+        for name, values in self._kept().items():
             values.zero_()
             # One from before `measured` was counted is left: its epoch's means begin here.
-            if process.first and state[name].shape == values.shape:
+            if process.first and name in state and state[name].shape == values.shape:
                 values.copy_(state[name])
+
+    def _kept(self) -> dict[str, Tensor]:
+        return {"sums": self.values, "logged_sums": self.marked, "looked_sums": self.looked}

@@ -62,6 +62,7 @@ def summary(
         "epochs": config.epochs,
         "gradient": config.gradient.name,
         "pretrain": config.pretrain_steps > 0,
+        "adaptive": config.adapt.enabled,
         "seed": config.seed,
         "ms_per_step": ms_per_step(metrics, config) or 1e3 * seconds / last["step"],
         "train_seconds": seconds,

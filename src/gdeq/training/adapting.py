@@ -1,0 +1,173 @@
+"""The adaptive method: forward steps, refinement and the Jacobian penalty follow the residuals.
+
+Every so many steps the loop hands over the means of two relative residuals, that of the fixed point
+where the solver stopped and that of the adjoint equation which the backward pass left.  Each has a
+target and a ladder of costs:
+
+- above its target, one rung up at once: more forward steps, or more VJPs;
+- well below it for a while, one rung down.  If that has to be taken back, the next try waits twice
+  as long, so that it settles instead of flapping;
+- above its target on the highest rung: f is no longer contractive enough for the budget, and the
+  weight of the Jacobian penalty is doubled.  It is halved again while there are rungs to spare.
+
+It begins on the lowest rungs: f is hardly coupled to z at first.  Everything here is plain numbers,
+decided at the host between two steps; what was decided is a function of what was measured alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gdeq.gradients import GDEQ, Gradient, Measured
+from gdeq.solvers import Solver
+from gdeq.training.config import AdaptConfig, Config
+
+LONGEST_WAIT = 8  # times the patience
+LOWERING = 4  # the penalty is lowered so many times as hesitantly as a rung
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the steps of a training use until the next look."""
+
+    steps: int
+    refine: int
+    jacobian_weight: float
+
+    def solver(self, config: Config) -> Solver:
+        return replace(config.solver, max_iter=self.steps).build()
+
+    def gradient(self) -> Gradient:
+        return GDEQ(refine=self.refine) if self.refine else Measured(GDEQ())
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "max_iter": self.steps,
+            "refine": self.refine,
+            "jacobian_weight": self.jacobian_weight,
+        }
+
+
+class Ladder:
+    """One cost that is raised when a residual is above its target."""
+
+    def __init__(self, rungs: tuple[int, ...], target: float, room: float, patience: int) -> None:
+        self.rungs, self.target, self.room, self.patience = rungs, target, room, patience
+        self.rung = 0
+        self.calm = 0  # looks in a row with room to spare
+        self.wait = patience  # so many of them before the next try
+        self.tried = False  # the last move was down
+
+    @property
+    def value(self) -> int:
+        return self.rungs[self.rung]
+
+    @property
+    def at_top(self) -> bool:
+        return self.rung == len(self.rungs) - 1
+
+    def above(self, residual: float) -> bool:
+        return not residual <= self.target  # also where it is not a number
+
+    def has_room(self, residual: float) -> bool:
+        """More could be spent, or much less is reached than was asked for."""
+        return residual <= self.target * (self.room if self.at_top else 1.0)
+
+    def look(self, residual: float) -> None:
+        if self.above(residual):
+            self.calm = 0
+            if not self.at_top:
+                if self.tried:
+                    self.wait = min(2 * self.wait, LONGEST_WAIT * self.patience)
+                self.rung, self.tried = self.rung + 1, False
+            return
+        self.calm = self.calm + 1 if residual < self.room * self.target else 0
+        if self.calm >= self.wait and self.rung:
+            if self.tried:  # the try before this one held
+                self.wait = self.patience
+            self.rung, self.tried, self.calm = self.rung - 1, True, 0
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "value": self.value,
+            "calm": self.calm,
+            "wait": self.wait,
+            "tried": self.tried,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The ladder may have got other rungs since: the first one that is not cheaper, then."""
+        enough = [n for n, value in enumerate(self.rungs) if value >= state["value"]]
+        self.rung = enough[0] if enough else len(self.rungs) - 1
+        self.calm, self.wait, self.tried = state["calm"], state["wait"], state["tried"]
+
+
+class Penalty:
+    """The weight of the Jacobian penalty: ``base`` unless the ladders are at their end."""
+
+    def __init__(self, base: float, least: float, most: float, patience: int) -> None:
+        self.base, self.least, self.most = base, max(least, base), max(most, base)
+        self.patience = patience
+        self.weight = base
+        self.calm = 0
+
+    def look(self, pressed: bool, room: bool) -> None:
+        self.calm = self.calm + 1 if room and not pressed else 0
+        if pressed:
+            self.weight = min(self.most, max(self.least, 2 * self.weight))
+        elif self.calm >= self.patience and self.weight > self.base:
+            self.calm = 0
+            half = self.weight / 2
+            self.weight = half if half >= self.least else self.base
+
+
+class Controller:
+    """Chooses for the steps that follow; `look` is the only time that it changes its mind."""
+
+    def __init__(self, config: AdaptConfig, jacobian_weight: float) -> None:
+        self.every = config.every
+        self.forward = Ladder(config.steps, config.forward, config.room, config.patience)
+        self.backward = Ladder(config.refine, config.backward, config.room, config.patience)
+        self.penalty = Penalty(
+            jacobian_weight,
+            config.jacobian_least,
+            config.jacobian_most,
+            LOWERING * config.patience,
+        )
+
+    @property
+    def choice(self) -> Choice:
+        return Choice(self.forward.value, self.backward.value, self.penalty.weight)
+
+    def look(self, residual: float, backward_residual: float) -> Choice | None:
+        """The means since the last look; returns the new choice if it is another one."""
+        before = self.choice
+        seen = ((self.forward, residual), (self.backward, backward_residual))
+        # Judged before the ladders move: the top rung has to be tried first.
+        pressed = any(ladder.at_top and ladder.above(value) for ladder, value in seen)
+        room = all(ladder.has_room(value) for ladder, value in seen)
+        for ladder, value in seen:
+            ladder.look(value)
+        self.penalty.look(pressed, room)
+        return self.choice if self.choice != before else None
+
+    @property
+    def exhausted(self) -> bool:
+        """There is nothing left to raise: on the top rung with the largest penalty."""
+        tops = self.forward.at_top or self.backward.at_top
+        return tops and self.penalty.weight == self.penalty.most > 0
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "forward": self.forward.state(),
+            "backward": self.backward.state(),
+            "jacobian_weight": self.penalty.weight,
+            "jacobian_calm": self.penalty.calm,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.forward.restore(state["forward"])
+        self.backward.restore(state["backward"])
+        self.penalty.weight = min(state["jacobian_weight"], self.penalty.most)
+        self.penalty.calm = state["jacobian_calm"]

@@ -1,0 +1,484 @@
+"""The adaptive method: what the controller decides, and that a training follows it."""
+
+import copy
+import json
+import math
+import socket
+from itertools import pairwise
+
+import pytest
+import torch
+import training_runs
+from rich.console import Console
+from training_runs import PER_EPOCH, RICH, TINY, assert_same_run, checkpoints
+
+from gdeq.gradients import GDEQ, Measured, Unrolled
+from gdeq.solvers import Broyden
+from gdeq.training import adapting, loop, process, progress, runs
+from gdeq.training import config as configs
+from gdeq.training.config import AdaptConfig
+from gdeq.training.folder import RunFolder
+
+CPU = process.Process(torch.device("cpu"))
+ADAPT = ["adapt.enabled=true", "solver.tol=0", "adapt.every=1"]
+
+
+def controller(jacobian_weight=0.0, **settings):
+    return adapting.Controller(AdaptConfig(enabled=True, **settings), jacobian_weight)
+
+
+def steps_under(made, residual_of, looks, backward=0.2):
+    """The rungs that it takes, when the residual is a function of the forward steps."""
+    found = []
+    for _ in range(looks):
+        made.look(residual_of(made.choice.steps), backward)
+        found.append(made.choice.steps)
+    return found
+
+
+# -- the controller --------------------------------------------------------------------------------
+
+
+def test_begins_at_the_bottom_and_stays_there():
+    made = controller()
+    assert made.choice == adapting.Choice(4, 0, 0.0)
+    assert made.look(1e-4, 0.01) is None
+    assert made.choice == adapting.Choice(4, 0, 0.0)
+
+
+def test_one_rung_up_at_each_look_above_the_target():
+    made = controller(forward=1e-2, backward=0.3)
+    assert made.look(0.02, 0.2) == adapting.Choice(5, 0, 0.0)
+    assert made.look(0.011, 0.31) == adapting.Choice(6, 1, 0.0)
+    assert made.look(0.009, 0.4) == adapting.Choice(6, 2, 0.0)
+    assert made.look(math.nan, 0.2) == adapting.Choice(7, 2, 0.0)
+    assert made.look(0.01, 0.3) is None  # reached is reached
+
+
+def test_down_only_with_room_and_patience():
+    made = controller(patience=3, room=0.5)
+    for _ in range(3):
+        made.look(1.0, 0.2)
+    assert made.choice.steps == 7
+    nearly = [made.look(6e-3, 0.2) for _ in range(10)]
+    assert nearly == [None] * 10
+    assert [made.look(4e-3, 0.2) for _ in range(2)] == [None] * 2
+    assert made.look(6e-3, 0.2) is None  # in a row, or not at all
+    assert [made.look(4e-3, 0.2) for _ in range(2)] == [None] * 2
+    assert made.look(4e-3, 0.2).steps == 6
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.45, 0.6, 0.7])
+def test_settles_where_the_target_is_met(rate):
+    """A solver that converges at this rate: the lowest sufficient rung, and seldom another."""
+    made = controller()
+    found = steps_under(made, lambda steps: rate**steps, 400)
+    enough = next(n for n in AdaptConfig().steps if rate**n <= 1e-2)
+    assert found[8:].count(enough) >= 0.9 * len(found[8:])
+    late = found[-100:]
+    assert sum(a != b for a, b in pairwise(late)) <= 2 * (100 // 16 + 1)
+    assert made.choice.jacobian_weight == 0
+
+
+def test_a_try_that_was_taken_back_waits_longer():
+    made = controller(patience=2)
+    # At 5 steps there is much room, at 4 it is above the target.
+    found = steps_under(made, lambda steps: 0.02 if steps == 4 else 1e-3, 200)
+    tries = [n for n, steps in enumerate(found) if steps == 4]
+    gaps = [b - a for a, b in pairwise(tries)]
+    assert gaps[:3] == sorted(gaps[:3])
+    assert gaps[0] < gaps[1] < gaps[2]
+    assert set(gaps[3:]) == {17}  # sixteen looks and the one that takes it back
+    # Where it then holds, the next one follows soon.
+    assert steps_under(made, lambda _: 1e-3, 40)[-1] == 4
+
+
+def test_the_penalty_rises_on_the_top_rung_alone_and_is_bounded():
+    made = controller(steps=(4, 5), jacobian_least=0.1, jacobian_most=0.5)
+    weights = []
+    for _ in range(6):
+        made.look(1.0, 0.2)
+        weights.append(made.choice.jacobian_weight)
+    assert weights == [0, 0.1, 0.2, 0.4, 0.5, 0.5]
+    assert made.choice.steps == 5
+    assert made.exhausted
+
+
+def test_the_penalty_rises_for_the_backward_residual_too():
+    made = controller(refine=(0, 1))
+    made.look(1e-3, 0.9)
+    assert made.choice == adapting.Choice(4, 1, 0.0)
+    assert not made.exhausted
+    assert made.look(1e-3, 0.9) == adapting.Choice(4, 1, 0.1)
+
+
+def test_the_penalty_falls_back_to_what_was_configured():
+    made = controller(0.25, steps=(4, 5), patience=1)
+    for _ in range(4):
+        made.look(1.0, 0.2)
+    assert made.choice.jacobian_weight == 2.0
+    weights = []
+    for _ in range(40):
+        made.look(1e-3, 0.2)
+        weights.append(made.choice.jacobian_weight)
+    assert sorted(weights, reverse=True) == weights
+    assert sorted(set(weights)) == [0.25, 0.5, 1.0, 2.0]
+    assert weights[-1] == 0.25
+    assert weights.count(1.0) == adapting.LOWERING  # more slowly than it rose
+
+
+def test_no_penalty_is_lowered_on_the_top_rung_without_room():
+    made = controller(steps=(9,), patience=1)
+    made.look(1.0, 0.2)
+    assert made.choice.jacobian_weight == 0.1
+    for _ in range(20):
+        made.look(8e-3, 0.2)
+    assert made.choice.jacobian_weight == 0.1
+    for _ in range(4):
+        made.look(4e-3, 0.2)
+    assert made.choice.jacobian_weight == 0
+
+
+def test_a_model_that_the_penalty_holds_down():
+    """Rate of convergence 0.9 without a penalty: no rung suffices; a weight of 1 brings 0.75."""
+    made = controller()
+    found = []
+    for _ in range(300):
+        choice = made.choice
+        made.look((0.9 - 0.15 * choice.jacobian_weight) ** choice.steps, 0.2)
+        found.append(made.choice)
+    late = found[100:]
+    assert max(c.jacobian_weight for c in late) <= 2
+    assert min(c.jacobian_weight for c in late) > 0
+    assert all(c.steps >= 12 for c in late)
+
+
+def test_what_it_remembers():
+    values = [(0.02, 0.5), (1e-3, 0.2), (1e-3, 0.1), (0.5, 0.5), (1e-3, 0.1), (1e-3, 0.1)] * 5
+    made = controller(patience=1, steps=(4, 5))
+    for value in values[:17]:
+        made.look(*value)
+    again = controller(patience=1, steps=(4, 5))
+    again.restore(json.loads(json.dumps(made.state())))
+    for value in values[17:]:
+        assert made.look(*value) == again.look(*value)
+        assert made.state() == again.state()
+
+
+def test_another_ladder_after_a_resume():
+    made = controller()
+    for _ in range(4):
+        made.look(1.0, 1.0)
+    assert made.choice.steps == 9
+    for steps, expected in (((4, 8, 10), 10), ((2, 3), 3), ((9, 18), 9)):
+        again = controller(steps=steps)
+        again.restore(made.state())
+        assert again.choice.steps == expected
+
+
+# -- settings --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["adapt.steps=[4,4]"], "adapt.steps must be rising integers of at least 1, got (4, 4)"),
+        (["adapt.steps=[]"], "adapt.steps must be rising integers"),
+        (["adapt.refine=[-1,1]"], "adapt.refine must be rising integers of at least 0"),
+        (["adapt.steps=5"], "adapt.steps must be a list such as"),
+        (["adapt.forward=0"], "adapt.forward must be above 0"),
+        (["adapt.jacobian_most=0.01"], "adapt.jacobian_most must be at least 0.1"),
+        (["adapt.enabled=1"], "adapt.enabled must be bool"),
+        ([*ADAPT, "gradient=jfb"], "for another gradient, or with gradient.tolerance, set adapt."),
+        ([*ADAPT, "gradient.tolerance=0.1"], "with gradient.tolerance, set adapt.enabled=false"),
+        ([*ADAPT, "solver.tol=0.02"], "stops each solve before adapt.forward=0.01 is reached"),
+    ],
+)
+def test_settings_that_do_not_fit(settings, message):
+    with pytest.raises(configs.ConfigError) as caught:
+        configs.load("digits", settings)
+    assert message in str(caught.value)
+
+
+def test_the_preset_and_its_file(tmp_path):
+    config = configs.load("cifar10-adaptive")
+    assert config.adapt.enabled
+    assert not configs.load("cifar10-fast").adapt.enabled
+    fast = configs.replace(configs.load("cifar10-fast"), solver__max_iter=12, gradient__refine=0)
+    assert configs.differences(fast, config) == ["adapt.enabled: False -> True"]
+    run = RunFolder.create(tmp_path / "run", config)
+    assert run.config() == config
+
+
+# -- in a training ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trainer(tmp_path, few_images):
+    def make(*settings):
+        config = configs.load("digits", [*TINY, *ADAPT, *settings])
+        return loop.Trainer(config, RunFolder(tmp_path), CPU, progress.Silent(), None)
+
+    return make
+
+
+def scripted(made, choices):
+    """A controller that chooses so, whatever it sees; returns what it has seen."""
+    seen, left = [], [adapting.Choice(*c) for c in choices]
+
+    class Scripted(adapting.Controller):
+        choice = left[0]
+
+        def look(self, residual, backward_residual):
+            seen.append((residual, backward_residual))
+            self.choice = left[len(seen)] if len(seen) < len(left) else self.choice
+            return self.choice
+
+    made.controller = Scripted(made.config.adapt, 0.0)
+    return seen
+
+
+def test_steps_follow_the_choice(trainer, monkeypatch):
+    made = trainer("epochs=2")
+    scripted(made, [(4, 0, 0.0), (5, 2, 0.0), (6, 0, 0.5), (6, 0, 0.5), (4, 1, 0.0)])
+    used, real = [], made._compute
+
+    def noted(*batch):
+        real(*batch)
+        deq = made.model.deq
+        used.append((deq.solver, deq.gradient, deq.solution.steps.unique().item()))
+        assert deq.solution.record.residual is not None  # measured with and without refinement
+
+    monkeypatch.setattr(made, "_compute", noted)
+    made.config = configs.replace(made.config, jacobian_every=1)
+    penalties, penalty = [], made._jacobian_penalty
+    monkeypatch.setattr(
+        made, "_jacobian_penalty", lambda *a: penalties.append(made.step) or penalty(*a)
+    )
+    made.fit()
+    expected = [(4, 0), (5, 2), (6, 0), (6, 0), (4, 1), (4, 1)]
+    assert used == [
+        (Broyden(max_iter=n, tol=0.0), GDEQ(refine=k) if k else Measured(GDEQ()), n)
+        for n, k in expected
+    ]
+    assert penalties == [2, 3]
+    assert made.penalty_weight == 0
+
+
+def test_the_weight_that_was_chosen_is_in_the_objective(trainer):
+    """Twice the weight, twice its part of the update: of plain SGD, with the same noise."""
+    plain = ["optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=1", "jacobian_every=1"]
+    plain += ["optimizer.schedule=constant"]
+    found = []
+    for weight in (0.0, 0.5, 1.0):
+        made = trainer(*plain)
+        scripted(made, [(6, 1, weight)])
+        torch.manual_seed(1)
+        made.one_step(*next(made.train_batches.epoch(0))[1])
+        found.append(torch.cat([p.detach().double().flatten() for p in made.model.parameters()]))
+    half, whole = found[1] - found[0], found[2] - found[0]
+    assert half.norm() > 1e-4
+    torch.testing.assert_close(whole, 2 * half, rtol=1e-2, atol=1e-5)
+
+
+def test_it_is_shown_the_means_since_the_last_look(tmp_path, few_images):
+    run = tmp_path / "run"
+    settings = [*TINY, "adapt.enabled=true", "solver.tol=0", "adapt.every=2", "epochs=3"]
+    seen = []
+    real = adapting.Controller.look
+
+    def noted(self, residual, backward_residual):
+        seen.append((residual, backward_residual))
+        return real(self, residual, backward_residual)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapting.Controller, "look", noted)
+        runs.train(run, configs.load("digits", settings))
+    lines = [r for r in training_runs.metrics(run) if r["kind"] == "step"]
+    values = [(r["residual"], r["backward_residual"]) for r in lines]
+    assert PER_EPOCH == 3
+    # Steps 2, 4, 6, 8 of 9; an epoch's end cuts a window, whose sums begin anew there.
+    windows = [values[0:2], values[3:4], values[4:6], values[6:8]]
+    assert len(seen) == len(windows)
+    for found, window in zip(seen, windows, strict=True):
+        for value, parts in zip(found, zip(*window, strict=True), strict=True):
+            assert value == pytest.approx(sum(parts) / len(parts))
+
+
+def test_nothing_is_judged_by_unrolled_steps(trainer):
+    made = trainer("pretrain_steps=4", "epochs=2", "adapt.every=2")
+    seen = scripted(made, [(4, 0, 0.0)])
+    made.fit()
+    assert len(seen) == 1  # at step 6, of steps 5 and 6
+    lines = [r for r in training_runs.metrics(made.run.path) if r["kind"] == "step"]
+    assert lines[3]["backward_residual"] is None
+    assert seen[0][1] == pytest.approx(sum(r["backward_residual"] for r in lines[4:]) / 2)
+    made = trainer("pretrain_steps=2")
+    made._prepare(1)
+    assert made.model.deq.gradient == Unrolled(made.config.pretrain_layers)
+
+
+def test_the_test_is_solved_as_configured(trainer):
+    made = trainer("solver.max_iter=7", "epochs=1", "ema=0.5")
+    scripted(made, [(4, 1, 0.0)])
+    made.fit()
+    assert made.evaluated.deq.solution.steps.unique().item() == 7
+    assert made.model.deq.solution.steps.unique().item() == 4
+    found = made.evaluate()
+    told = training_runs.metrics(made.run.path)[-1]
+    assert found["loss"] == told["test_loss"]
+
+
+# A target that digits' small cell misses with four steps, so that there are changes to tell.
+MOVING = [*RICH, "epochs=4", "adapt.enabled=true", "solver.tol=0", "adapt.every=2"]
+MOVING += ["adapt.forward=1e-4", "adapt.backward=0.02", "adapt.steps=[2,3,4]", "adapt.refine=[0,1]"]
+MOVING += ["adapt.jacobian_least=0.2"]
+
+
+@pytest.fixture(scope="module")
+def moving(tmp_path_factory):
+    run = tmp_path_factory.mktemp("moving") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.datasets, "load", training_runs.few)
+        runs.train(run, configs.load("digits", MOVING))
+    return run
+
+
+def test_decisions_are_in_the_records(moving):
+    lines = training_runs.metrics(moving)
+    changes = [r for r in lines if r["kind"] == "adapt"]
+    assert len(changes) >= 3
+    last = {"max_iter": 2, "refine": 0, "jacobian_weight": 0.1}
+    for line in lines:
+        if line["kind"] == "adapt":
+            now = {key: line[key] for key in last}
+            assert now != last
+            assert line["step"] % 2 == 0
+            assert line["residual"] > 0
+            last = now
+        elif line["kind"] in ("step", "epoch"):
+            assert {key: line[key] for key in last} == last
+    assert last["max_iter"] == 4
+    assert last["jacobian_weight"] > 0.1
+    summary = json.loads((moving / "summary.json").read_text())
+    assert summary["adaptive"] is True
+
+
+@pytest.mark.parametrize("stop", [3, 5, 8, 10])
+def test_resumed_bit_for_bit(tmp_path, few_images, moving, stop):
+    class StopError(Exception):
+        pass
+
+    class Stopping(progress.Silent):
+        def step(self, done, figures):
+            if done == stop:
+                raise StopError
+
+    run = RunFolder.create(tmp_path / "run", configs.load("digits", MOVING))
+    made = loop.Trainer(run.config(), run, CPU, Stopping(), None)
+    with pytest.raises(StopError):
+        made.fit()
+    assert checkpoints(run.path)
+    runs.resume(run.path)
+    assert_same_run(run.path, moving)
+
+
+def test_a_checkpoint_from_before(trainer):
+    """Without a word of the controller: it begins at the bottom."""
+    made = trainer("adapt.enabled=false")
+    made.one_step(*next(made.train_batches.epoch(0))[1])
+    state = copy.deepcopy(made.state())
+    assert state.pop("adapt") is None
+    del state["looked_sums"]
+    again = trainer()
+    again.restore(state)
+    again.run_lock.release()
+    assert again.controller.choice.steps == 4
+
+
+def test_two_processes_choose_the_same(tmp_path, zygote, few_images):
+    """What differs between processes by design, dropout and the penalty's noise, is off."""
+    settings = [*TINY, "epochs=3", "adapt.enabled=true", "solver.tol=0", "adapt.every=2"]
+    settings += ["adapt.forward=1e-4", "adapt.steps=[2,3,4,5]", "adapt.jacobian_least=1e-9"]
+    settings += ["adapt.jacobian_most=1e-9"]
+    runs.train(tmp_path / "alone", configs.load("digits", settings))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    children = [
+        zygote.start(
+            *(tmp_path / f"log{r}", "train", *settings, "--run", tmp_path / "both"),
+            **shared,
+            RANK=str(r),
+            LOCAL_RANK=str(r),
+        )
+        for r in range(2)
+    ]
+    assert [child.wait() for child in children] == [0, 0], (tmp_path / "log0").read_text()
+    found, expected = (
+        [(r["step"], r["max_iter"], r["refine"]) for r in training_runs.metrics(tmp_path / name)]
+        for name in ("both", "alone")
+    )
+    assert found == expected
+    assert len({line[1] for line in found}) > 2
+
+
+def test_the_bar_shows_the_steps_in_use(trainer):
+    console = Console(record=True, width=200, force_terminal=True)
+    made = trainer("epochs=1")
+    scripted(made, [(4, 0, 0.0), (5, 2, 0.0)])
+    made.progress = progress.Bar(console)
+    made.fit()
+    shown = console.export_text()
+    assert "5.0 solver steps  of at most 5  refine 2" in shown
+
+
+def test_recordings_are_kept_and_the_oldest_dropped(trainer, monkeypatch):
+    made = trainer()
+    made.process = process.Process(torch.device("cuda", 0))
+    made.config = configs.replace(made.config, graph=True)
+    taken = []
+
+    def capture(work, memory):
+        taken.append(memory)
+        return lambda *_: len(taken)
+
+    monkeypatch.setattr(loop, "capture", capture)
+
+    def ask(*way):
+        return made._as_graph(made._compute, *way)
+
+    first = ask(False, False, 4, 0)
+    for steps in range(5, 4 + loop.RECORDINGS):
+        ask(False, False, steps, 0)
+    assert len(made.recorded) == loop.RECORDINGS == len(taken)
+    assert ask(False, False, 4, 0) is first  # which makes 5 the oldest
+    ask(False, False, 99, 0)
+    assert ask(False, False, 4, 0) is first
+    assert len(taken) == loop.RECORDINGS + 1
+    ask(False, False, 5, 0)
+    assert len(taken) == loop.RECORDINGS + 2
+    assert len(made.recorded) == loop.RECORDINGS
+    assert all(memory is made.memory is not None for memory in taken)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_recorded_steps_that_take_turns(tmp_path):
+    """With and without recordings, through changes and back: the same losses."""
+    choices = [(4, 0, 0.0), (6, 1, 0.0), (4, 0, 0.2), (6, 1, 0.0), (4, 0, 0.0), (6, 1, 0.4)]
+    gpu = process.Process(torch.device("cuda", 0))
+    losses = []
+    for graph in ("true", "false"):
+        settings = [*TINY, *ADAPT, "device=cuda", f"graph={graph}", "epochs=5", "batch_size=128"]
+        settings += ["adapt.every=8", "jacobian_every=2", "checkpoint_seconds=1000"]
+        config = configs.load("digits", settings)
+        made = loop.Trainer(config, RunFolder(tmp_path / graph), gpu, progress.Silent(), None)
+        made.run.path.mkdir()
+        scripted(made, choices)
+        made.fit()
+        lines = [r for r in training_runs.metrics(made.run.path) if r["kind"] == "step"]
+        losses.append([r["loss"] for r in lines])
+        if graph == "true":
+            assert any(c.graph is not None for c in made.recorded.values())
+    assert losses[0] == pytest.approx(losses[1], rel=5e-2)
