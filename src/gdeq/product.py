@@ -66,7 +66,7 @@ class ProductInverse(Inverse):
 
     def matvec(self, x: Tensor) -> Tensor:
         if choice.chosen(x) == "triton":
-            from gdeq.kernels import product as fused  # noqa: PLC0415 (needs Triton)
+            from gdeq.kernels import product_apply as fused  # noqa: PLC0415 (needs Triton)
 
             return fused.apply(self.steps, self.gram, self.keep, x, self.transposed)
         steps = self.steps.to(x.dtype)

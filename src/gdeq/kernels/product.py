@@ -1,68 +1,64 @@
-"""`gdeq.product` in three kernels an iterate: inner products, decision, combination.
+"""`gdeq.product` on a GPU: inner products, decision, combination; one kernel an iterate, or three.
 
-Read `gdeq.product.PlainSweep` first; each kernel here says which lines of it it computes.  Vectors
-are cut in chunks, a program takes one chunk of one sample, and sums go over chunks in a fixed
-order: the same input gives the same bits.
+Read `gdeq.product.PlainSweep` first; each function here says which of its lines it computes.
+Vectors are cut in chunks (`gdeq.kernels.chunks`), a program takes one chunk of one sample, and sums
+go over chunks in a fixed order: the same input gives the same bits.
+
+Three kernels, `_dots`, `_judge` and `_step`, are the plain way.  `_together` is all three: the
+programs of a sample wait for each other, and what they have read for the inner products is still in
+the cache for the combination.  It needs all programs of a sample on the chip at once.
 """
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gdeq.kernels.choice import on_device
+from gdeq.kernels.chunks import ALIGNMENT, place, places, table, weighted_steps
+from gdeq.kernels.product_judge import (
+    ABSOLUTE,
+    ACTIVE,
+    BEST_ABSOLUTE,
+    BEST_RESIDUAL,
+    FIRST_ABSOLUTE,
+    FIRST_SIZE,
+    PEAK,
+    REALS,
+    RELATIVE,
+    STEPS,
+    WHOLES,
+    judge,
+    judge_first,
+)
 from gdeq.ledger import Ledger, flight_limit
 from gdeq.product import ProductInverse, store_dtype
 from gdeq.recording import recording
-from gdeq.solution import Status
 from gdeq.solvers.base import Solver, noise_level
 
-# The best of 18 settings tried on an H200, with narrower loads than now (docs/performance.md).
-BLOCK = 1024  # numbers in a chunk
-TILE = 2  # stored steps that a program reads at once
-WARPS = 4
-ALIGNMENT = 16
 
-# Rows of the numbers kept for each sample.
-ABSOLUTE, RELATIVE, FIRST_ABSOLUTE, FIRST_SIZE, PEAK, BEST_ABSOLUTE, BEST_RESIDUAL = range(7)
-REALS = 7
-ACTIVE, CODE, STEPS, BEST_STEP = range(4)
-WHOLES = 4
+@dataclass(frozen=True)
+class Tuning:
+    """Measured on an H200 (docs/performance.md)."""
 
-RUNNING = tl.constexpr(int(Status.RUNNING))
-CONVERGED = tl.constexpr(int(Status.CONVERGED))
-ROUNDING = tl.constexpr(int(Status.ROUNDING))
-NONFINITE = tl.constexpr(int(Status.NONFINITE))
-NONFINITE_START = tl.constexpr(int(Status.NONFINITE_START))
-INFINITY = tl.constexpr(float("inf"))
+    block: int = 1024  # numbers in a chunk
+    dots_tile: int = 2  # stored steps that a program reads at once
+    step_tile: int = 2
+    dots_warps: int = 4
+    step_warps: int = 4
+    together: bool = True  # one kernel where it can be
+    together_dots_tile: int = 2
+    together_step_tile: int = 4
+
+
+tuning = Tuning()
 SMALL = tl.constexpr(1e-26)  # a sum of squares below may be missing some
-
-
-@triton.jit
-def _place(table, b, chunk, batch, d, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a chunk of sample b lies: in a batched vector, in parts, and how long it is.
-
-    ALIGNED: all parts are multiples of 16 numbers.  Numbers from a table could be anything; told
-    this, the compiler loads 16 bytes at once instead of 2 or 4, with half the registers.
-    """
-    row = tl.load(table + chunk * 5)
-    start = tl.load(table + chunk * 5 + 1)  # of the part, for a batch of one
-    size = tl.load(table + chunk * 5 + 2)
-    offset = tl.load(table + chunk * 5 + 3)
-    length = tl.load(table + chunk * 5 + 4)
-    if ALIGNED:
-        row, start = tl.multiple_of(row, 16), tl.multiple_of(start, 16)
-        size, offset = tl.multiple_of(size, 16), tl.multiple_of(offset, 16)
-        length = tl.multiple_of(length, 16)
-    lane = tl.arange(0, BLOCK)
-    in_rows = b * d + row + lane
-    in_parts = start * batch + b * size + offset + lane
-    return lane, row, length, in_rows, in_parts
 
 
 @triton.jit
@@ -77,28 +73,19 @@ def _store_squares(at, g, there, here, y):
     tl.store(at + 3, tl.sum(wide * wide, 0))
 
 
-@triton.jit(do_not_specialize=["count"])
-def _dots(
-    z, fz, last_fz, steps, table, partial, norms, counter, batch, d, step_stride, chunks, count,
-    COUNTED: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+@triton.jit
+def _dots_chunk(
+    chunk, b, here, there, last_fz, base, partial, norms, d, chunks, count, column, inside,
+    in_parts, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """a_j = s_jᵀg, the new row s_jᵀs_{t−1} of G, and ‖g‖², ‖f(z)‖², ‖z‖², ‖y‖²: one chunk of each.
 
     Where squares may have overflowed or vanished, they are summed again in float64.
     """
-    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if COUNTED:
-        count = tl.load(counter)
-    kind = z.dtype.element_ty
-    lane, row, length, in_rows, in_parts = _place(table, b, chunk, batch, d, ALIGNED, BLOCK)
-    column, inside = row + lane, lane < length
-    here = tl.load(z + in_rows, mask=inside, other=0.0)
-    there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
+    kind = here.dtype
     g = there - here
     newest = tl.zeros_like(g)
     y = tl.zeros_like(g)
-    base = steps + b * step_stride
     if count > 0:
         before = tl.load(last_fz + in_parts, mask=inside, other=0.0).to(kind)
         newest = tl.load(
@@ -128,232 +115,157 @@ def _dots(
         s = tl.load(base + where, mask=known[:, None] & inside[None, :], other=0.0).to(kind)
         tl.store(out + j, tl.sum(s * g[None, :], 1), mask=known)
         tl.store(out + PLACES + j, tl.sum(s * newest[None, :], 1), mask=known)
+    return g
 
 
 @triton.jit(do_not_specialize=["count"])
-def _judge_first(
-    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
-    batch, chunks, count, most, tol, precision, eps, noise, flight,
-    COUNTED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
-    PLACES: tl.constexpr, CHUNKS: tl.constexpr,
+def _dots(
+    z, fz, last_fz, steps, chunk_table, partial, norms, counter, batch, d, step_stride, chunks,
+    count,
+    COUNTED: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """`Ledger.__init__`; the first step is g."""
-    b = tl.program_id(0).to(tl.int64)
-    kind = real.dtype.element_ty
-    gg, ff, zz, _yy = _summed_norms(norms, b, chunks, CHUNKS)
-    absolute = tl.sqrt(gg).to(kind)
-    if LINEAR:
-        size = tl.load(scale + b)
-    else:
-        size = tl.maximum(tl.sqrt(ff).to(kind), tl.sqrt(zz).to(kind))
-    relative = tl.where(absolute > 0, absolute / size, absolute)
-    residual = relative if RELATIVE_STOP else absolute
-    finite = (absolute < INFINITY) & (size < INFINITY)
-    code = tl.where(finite, RUNNING, NONFINITE_START)
-    active = finite
-    if WATCH:
-        code = tl.where(finite & (residual <= tol), CONVERGED, code)
-        active = finite & (residual > tol)
-    at = real + b
-    tl.store(at, absolute)
-    tl.store(at + batch, relative)
-    tl.store(at + 2 * batch, absolute)
-    tl.store(at + 3 * batch, size)
-    tl.store(at + 4 * batch, absolute)
-    tl.store(at + 5 * batch, absolute)
-    tl.store(at + 6 * batch, residual)
-    tl.store(whole + b, active.to(tl.int32))
-    tl.store(whole + batch + b, code)
-    tl.store(whole + 2 * batch + b, 0)
-    tl.store(whole + 3 * batch + b, 0)
-    place = tl.arange(0, PLACES)
-    tl.store(weight + b * PLACES + place, tl.zeros((PLACES,), dtype=kind))
-    tl.store(keep + b * PLACES + place, tl.zeros((PLACES,), dtype=tl.int8))
-    tl.store(lead + b, tl.where(finite, 1.0, 0.0).to(kind))
-    tl.store(moves + b, tl.where(count < most, active.to(tl.int32), 0))
-
-
-@triton.jit
-def _summed_norms(norms, b, chunks, CHUNKS: tl.constexpr):
-    """‖g‖², ‖f(z)‖², ‖z‖², ‖y‖² of a sample."""
-    gg = tl.zeros((CHUNKS,), dtype=tl.float64)
-    ff, zz, yy = gg, gg, gg
-    for first in range(0, chunks, CHUNKS):
-        c = first + tl.arange(0, CHUNKS)
-        at, known = norms + (b * chunks + c) * 4, c < chunks
-        gg += tl.load(at, mask=known, other=0.0)
-        ff += tl.load(at + 1, mask=known, other=0.0)
-        zz += tl.load(at + 2, mask=known, other=0.0)
-        yy += tl.load(at + 3, mask=known, other=0.0)
-    return tl.sum(gg, 0), tl.sum(ff, 0), tl.sum(zz, 0), tl.sum(yy, 0)
+    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if COUNTED:
+        count = tl.load(counter)
+    lane, row, length, in_rows, in_parts = place(chunk_table, b, chunk, batch, d, ALIGNED, BLOCK)
+    inside = lane < length
+    here = tl.load(z + in_rows, mask=inside, other=0.0)
+    there = tl.load(fz + in_parts, mask=inside, other=0.0).to(here.dtype)
+    _dots_chunk(
+        chunk, b, here, there, last_fz, steps + b * step_stride, partial, norms, d, chunks, count,
+        row + lane, inside, in_parts, TILE, PLACES,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
 def _judge(
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
     batch, chunks, count, most, tol, precision, eps, noise, flight,
-    COUNTED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
-    PLACES: tl.constexpr, CHUNKS: tl.constexpr,
+    COUNTED: tl.constexpr, FIRST: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr,
+    LINEAR: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """`Ledger.accepts` and `Ledger.note`, then the weights of `PlainSweep._learn`: one sample.
-
-    In one warp: a second could read a sample's numbers after the first has replaced them.
-    """
     b = tl.program_id(0).to(tl.int64)
     if COUNTED:
         count = tl.load(counter)
-    kind = real.dtype.element_ty
-    gg, ff, zz, yy = _summed_norms(norms, b, chunks, CHUNKS)
-    new_absolute = tl.sqrt(gg).to(kind)
-    of_z = tl.sqrt(zz).to(kind)
-    at = real + b
-    first_absolute = tl.load(at + 2 * batch)
-    first_size = tl.load(at + 3 * batch)
-    if LINEAR:
-        size = tl.load(scale + b)
+    if FIRST:
+        judge_first(
+            b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
+            batch, chunks, count, most, tol, precision, eps, noise, flight,
+            WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+        )  # fmt: skip
     else:
-        size = tl.maximum(tl.sqrt(ff).to(kind), of_z)
-        size = tl.maximum(size, precision * first_size)
-
-    # Ledger
-    was_active = tl.load(whole + b) != 0
-    good = was_active & (new_absolute + size < INFINITY)
-    before = tl.load(at + batch)
-    absolute = tl.where(good, new_absolute, tl.load(at))
-    new_relative = tl.where(new_absolute > 0, new_absolute / size, new_absolute)
-    relative = tl.where(good, new_relative, before)
-    residual = relative if RELATIVE_STOP else absolute
-    code = tl.load(whole + batch + b)
-    code = tl.where(was_active & (good == 0), NONFINITE, code)
-    active = good
-    if WATCH:
-        peak = tl.maximum(tl.load(at + 4 * batch), absolute)
-        tl.store(at + 4 * batch, peak)
-        at_rounding = good & (relative <= 0.5 * precision) & (relative >= before)
-        converged = good & (residual <= tol)
-        if RELATIVE_STOP and not LINEAR:
-            constant = tl.abs(absolute - first_absolute) <= 1e-3 * first_absolute
-            hidden = precision * size > flight * peak
-            flown = (size > 10 * first_size) & (hidden | (absolute > tl.sqrt(tol) * peak))
-            converged = converged & (constant == 0) & (flown == 0)
-        at_rounding = at_rounding & (converged == 0)
-        code = tl.where(converged, CONVERGED, code)
-        code = tl.where(at_rounding, ROUNDING, code)
-        active = good & (converged == 0) & (at_rounding == 0)
-        best = tl.load(at + 5 * batch)
-        better = good & (absolute < best)
-        tl.store(at + 5 * batch, tl.where(better, absolute, best))
-        tl.store(at + 6 * batch, tl.where(better, residual, tl.load(at + 6 * batch)))
-        best_step = tl.load(whole + 3 * batch + b)
-        tl.store(whole + 3 * batch + b, tl.where(better, count, best_step))
-    tl.store(at, absolute)
-    tl.store(at + batch, relative)
-    tl.store(trace + (count - 1) * batch + b, residual)
-    tl.store(whole + b, active.to(tl.int32))
-    tl.store(whole + batch + b, code)
-    tl.store(whole + 2 * batch + b, tl.where(was_active, count, tl.load(whole + 2 * batch + b)))
-
-    # The new row of G, and d
-    place = tl.arange(0, PLACES)
-    a = tl.zeros((PLACES,), dtype=kind)
-    row = tl.zeros((PLACES,), dtype=kind)
-    for first in range(0, chunks, CHUNKS):
-        c = first + tl.arange(0, CHUNKS)
-        known = (c < chunks)[:, None] & (place < count)[None, :]
-        where = partial + ((b * chunks + c) * 2 * PLACES)[:, None] + place[None, :]
-        a += tl.sum(tl.load(where, mask=known, other=0.0), 0)
-        row += tl.sum(tl.load(where + PLACES, mask=known, other=0.0), 0)
-    last = count - 1
-    of_b = gram + b * PLACES * PLACES
-    tl.store(of_b + last * PLACES + place, row, mask=place < count)
-    tl.store(of_b + place * PLACES + last, row, mask=place < last)
-
-    d = tl.zeros((PLACES,), dtype=kind)
-    newest_d = tl.sum(d, 0)  # d_j of the j under way
-    quadratic = tl.sum(d, 0)  # Σ d_l d_m G_lm over the j so far
-    for j in range(0, last):
-        of_j = tl.load(of_b + j * PLACES + place, mask=place <= j, other=0.0)
-        squared = tl.load(of_b + j * PLACES + j)
-        inner = tl.sum(tl.where(d != 0, of_j * d, 0.0), 0)
-        quadratic += tl.where(newest_d != 0, newest_d * (2 * inner - squared * newest_d), 0.0)
-        numerator = inner + tl.sum(tl.where(place == j, a, 0.0), 0)
-        kept = tl.load(keep + b * PLACES + j) != 0
-        newest_d = tl.where(kept, numerator / squared, 0.0)
-        d = tl.where(place == j + 1, newest_d, d)
-
-    # Factor t − 1
-    squared = tl.sum(tl.where(place == last, row, 0.0), 0)
-    of_newest = tl.sum(tl.where(d != 0, row * d, 0.0), 0)
-    inner = of_newest + tl.sum(tl.where(place == last, a, 0.0), 0)
-    quadratic += tl.where(newest_d != 0, newest_d * (2 * of_newest - squared * newest_d), 0.0)
-    of_q = gg.to(kind) + 2 * tl.sum(tl.where(d != 0, a * d, 0.0), 0) + quadratic
-    difference = tl.sqrt(tl.maximum(squared - 2 * inner + of_q, 0.0))  # ‖s − q‖
-    denominator = squared - inner
-    sound = tl.abs(denominator) > 1e3 * eps * tl.sqrt(squared) * difference
-    change = tl.sqrt(yy).to(kind)
-    sound = sound & (change > noise * (of_z + new_absolute))
-    kept = good & sound
-    tl.store(keep + b * PLACES + last, kept.to(tl.int8))
-    longer = tl.where(kept, squared / denominator, 1.0)
-    tl.store(weight + b * PLACES + place, tl.where(good, longer * d, 0.0))
-    tl.store(lead + b, tl.where(good, longer, 0.0))
-    tl.store(moves + b, tl.where(count < most, active.to(tl.int32), 0))
+        judge(
+            b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
+            batch, chunks, count, most, tol, precision, eps, noise, flight,
+            WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+        )  # fmt: skip
 
 
 @triton.jit
-def _weighted_steps(total, base, weight, lane, row, length, d, count, TILE: tl.constexpr):
-    """total + Σ weight_j s_j over the steps of one sample."""
-    for first in range(0, count, TILE):
-        for i in tl.static_range(TILE):
-            j = first + i
-            w = tl.load(weight + j, mask=j < count, other=0.0)
-            # What is not used may hold anything.
-            used = lane < tl.where(w != 0, length, 0)
-            s = tl.load(base + tl.cast(j, tl.int64) * d + row + lane, mask=used, other=0.0)
-            total += w * s.to(total.dtype)
-    return total
-
-
-@triton.jit(do_not_specialize=["count"])
-def _step(
-    z, fz, steps, parts, table, weight, lead, moves, counter, batch, d, step_stride, count,
-    COUNTED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+def _step_chunk(
+    b, here, g, z, steps, parts, base, weight, lead, moves, d, count, lane, row, length,
+    in_rows, in_parts, PARTS: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into z: one chunk."""
-    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if COUNTED:
-        count = tl.load(counter)
-    kind = z.dtype.element_ty
-    lane, row, length, in_rows, in_parts = _place(table, b, chunk, batch, d, ALIGNED, BLOCK)
-    column, inside = row + lane, lane < length
-    here = tl.load(z + in_rows, mask=inside, other=0.0)
-    share = tl.load(lead + b)
-    base = steps + b * step_stride
+    inside = lane < length
+    share = tl.load(lead + b, cache_modifier=".cg")
     total = tl.zeros_like(here)
     if share != 0:
-        there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
-        total = share * (there - here)
-        total = _weighted_steps(total, base, weight + b * PLACES, lane, row, length, d, count, TILE)
+        total = share * g
+        total = weighted_steps(total, base, weight + b * PLACES, lane, row, length, d, count, TILE)
     step = total.to(steps.dtype.element_ty)
-    tl.store(base + tl.cast(count, tl.int64) * d + column, step, mask=inside)
-    if tl.load(moves + b) != 0:
-        here += step.to(kind)
+    tl.store(base + tl.cast(count, tl.int64) * d + row + lane, step, mask=inside)
+    if tl.load(moves + b, cache_modifier=".cg") != 0:
+        here += step.to(here.dtype)
         tl.store(z + in_rows, here, mask=inside)
         if PARTS:
             tl.store(parts + in_parts, here.to(parts.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["count"])
+def _step(
+    z, fz, steps, parts, chunk_table, weight, lead, moves, counter, batch, d, step_stride, count,
+    COUNTED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if COUNTED:
+        count = tl.load(counter)
+    lane, row, length, in_rows, in_parts = place(chunk_table, b, chunk, batch, d, ALIGNED, BLOCK)
+    inside = lane < length
+    here = tl.load(z + in_rows, mask=inside, other=0.0)
+    there = tl.load(fz + in_parts, mask=inside, other=0.0).to(here.dtype)
+    _step_chunk(
+        b, here, there - here, z, steps, parts, steps + b * step_stride, weight, lead, moves, d,
+        count, lane, row, length, in_rows, in_parts, PARTS, TILE, PLACES,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["count"])
+def _together(
+    z, fz, last_fz, steps, parts, chunk_table, signals, norms, partial, scale, gram, keep, weight,
+    lead, moves, real, whole, trace, counter, batch, d, step_stride, chunks, count, most, tol,
+    precision, eps, noise, flight,
+    COUNTED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, WATCH: tl.constexpr,
+    RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr, BLOCK: tl.constexpr,
+    DOTS_TILE: tl.constexpr, STEP_TILE: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """`_dots`, then `_judge` by the last program of a sample to get there, then `_step`.
+
+    signals: programs begun; then for each sample, programs that have their inner products; then the
+    iterate whose weights are known.  All count on from one iterate to the next.  A program takes
+    its sample by the order in which it began, so the programs of all samples but the last begun are
+    on the chip, and none waits for one that is not.  One warp: see `product_judge`.
+    """
+    if COUNTED:
+        count = tl.load(counter)
+    begun = tl.atomic_add(signals, 1, sem="relaxed") - (count - 1) * batch * chunks
+    b, chunk = (begun // chunks).to(tl.int64), begun % chunks
+    lane, row, length, in_rows, in_parts = place(chunk_table, b, chunk, batch, d, ALIGNED, BLOCK)
+    inside = lane < length
+    here = tl.load(z + in_rows, mask=inside, other=0.0)
+    there = tl.load(fz + in_parts, mask=inside, other=0.0).to(here.dtype)
+    base = steps + b * step_stride
+    g = _dots_chunk(
+        chunk, b, here, there, last_fz, base, partial, norms, d, chunks, count,
+        row + lane, inside, in_parts, DOTS_TILE, PLACES,
+    )  # fmt: skip
+    tl.debug_barrier()
+    arrived = tl.atomic_add(signals + 1 + b, 1, sem="acq_rel")
+    known = signals + 1 + batch + b
+    if arrived == chunks * count - 1:
+        tl.debug_barrier()
+        judge(
+            b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
+            batch, chunks, count, most, tol, precision, eps, noise, flight,
+            WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+        )  # fmt: skip
+        tl.debug_barrier()
+        tl.atomic_xchg(known, count, sem="release")
+    else:
+        while tl.load(known, volatile=True) != count:
+            pass
+        tl.atomic_add(known, 0, sem="acquire")
+    tl.debug_barrier()
+    _step_chunk(
+        b, here, g, z, steps, parts, base, weight, lead, moves, d, count, lane, row, length,
+        in_rows, in_parts, PARTS, STEP_TILE, PLACES,
+    )  # fmt: skip
+
+
 @triton.jit
 def _rebuild(
-    first, z, steps, at, taken, table, batch, d, step_stride,
+    first, z, steps, at, taken, chunk_table, batch, d, step_stride,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """z = z_0 + s_0 + … + s_{at−1}, by the additions of the solve, for who must go back."""
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     wanted = tl.load(at + b)
     if wanted < tl.load(taken + b):
-        lane, row, length, in_rows, _in_parts = _place(table, b, chunk, batch, d, ALIGNED, BLOCK)
+        lane, row, length, in_rows, _in_parts = place(
+            chunk_table, b, chunk, batch, d, ALIGNED, BLOCK
+        )
         column, inside = row + lane, lane < length
         total = tl.load(first + in_rows, mask=inside, other=0.0)
         for j in range(0, wanted):
@@ -362,93 +274,13 @@ def _rebuild(
         tl.store(z + in_rows, total, mask=inside)
 
 
-@triton.jit
-def _dots_of(
-    x, steps, table, partial, batch, d, step_stride, chunks, count,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    """a_j = s_jᵀx of `ProductInverse.matvec`: one chunk of each."""
-    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    lane, row, length, in_rows, _in_parts = _place(table, b, chunk, batch, d, ALIGNED, BLOCK)
-    column, inside = row + lane, lane < length
-    here = tl.load(x + in_rows, mask=inside, other=0.0)
-    base = steps + b * step_stride
-    out = partial + (b * chunks + chunk) * PLACES
-    for first in range(0, count, TILE):
-        j = first + tl.arange(0, TILE)
-        known = j < count
-        where = j.to(tl.int64)[:, None] * d + column[None, :]
-        s = tl.load(base + where, mask=known[:, None] & inside[None, :], other=0.0)
-        tl.store(out + j, tl.sum(s.to(here.dtype) * here[None, :], 1), mask=known)
-
-
-@triton.jit
-def _weights_of(
-    partial, gram, keep, weight, chunks, count,
-    TRANSPOSED: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """`gdeq.product.weights` or `transposed_weights`: one sample."""
-    b = tl.program_id(0).to(tl.int64)
-    kind = gram.dtype.element_ty
-    place = tl.arange(0, PLACES)
-    a = tl.zeros((PLACES,), dtype=kind)
-    for first in range(0, chunks, CHUNKS):
-        c = first + tl.arange(0, CHUNKS)
-        known = (c < chunks)[:, None] & (place < count)[None, :]
-        where = partial + ((b * chunks + c) * PLACES)[:, None] + place[None, :]
-        a += tl.sum(tl.load(where, mask=known, other=0.0), 0)
-    of_b = gram + b * PLACES * PLACES
-    found = tl.zeros((PLACES,), dtype=kind)
-    for i in range(0, count - 1):
-        if TRANSPOSED:
-            factor = count - 2 - i
-            row = factor + 1
-            column = factor
-            in_row = (place >= row) & (place < count)
-        else:
-            factor = i
-            row = factor
-            column = factor + 1
-            in_row = place <= row
-        of_row = tl.load(of_b + row * PLACES + place, mask=in_row, other=0.0)
-        inner = tl.sum(tl.where(found != 0, of_row * found, 0.0), 0)
-        inner += tl.sum(tl.where(place == row, a, 0.0), 0)
-        squared = tl.load(of_b + factor * PLACES + factor)
-        kept = tl.load(keep + b * PLACES + factor) != 0
-        found = tl.where(place == column, tl.where(kept, inner / squared, 0.0), found)
-    tl.store(weight + b * PLACES + place, found)
-
-
-@triton.jit
-def _apply(
-    x, y, steps, table, weight, batch, d, step_stride, count,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    """y = −(x + Σ weight_j s_j): one chunk."""
-    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    lane, row, length, in_rows, _in_parts = _place(table, b, chunk, batch, d, ALIGNED, BLOCK)
-    inside = lane < length
-    total = tl.load(x + in_rows, mask=inside, other=0.0)
-    base = steps + b * step_stride
-    total = _weighted_steps(total, base, weight + b * PLACES, lane, row, length, d, count, TILE)
-    tl.store(y + in_rows, -total, mask=inside)
-
-
 @cache
-def _table(sizes: tuple[int, ...], device: torch.device) -> Tensor:  # (chunks, 5)
-    """For each chunk: where it is in a row, its part's start and size, where in it, how long."""
-    entries = []
-    start = 0
-    for size in sizes:
-        for offset in range(0, size, BLOCK):
-            length = min(BLOCK, size - offset)
-            entries.append((start + offset, start, size, offset, length))
-        start += size
-    return torch.tensor(entries, dtype=torch.int64, device=device)
-
-
-def _places(count: int) -> int:
-    return max(16, triton.next_power_of_2(count))
+def _most_waiting(device: torch.device) -> int:
+    """Programs that may wait for each other: few enough for two solves at once on this device."""
+    if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+        return 0  # the interpreter runs one program after the other
+    # A program of one warp leaves room for eight, whatever registers it takes.
+    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Sweep:
@@ -469,7 +301,7 @@ class Sweep:
         self.first, self.z = z.contiguous(), z.clone(memory_format=torch.contiguous_format)
         self.solver, self.precision, self.max_steps = solver, precision, max_steps
         self.scale = scale
-        self.table = _table(tuple(sizes), device)
+        self.table = table(tuple(sizes), tuning.block, device)
         self.aligned = all(size % ALIGNMENT == 0 for size in sizes)
         self.in_parts = len(sizes) > 1 or dtype != z.dtype
         self.parts = self.z.view(-1)
@@ -484,7 +316,7 @@ class Sweep:
             d,
             dtype=store_dtype(z, precision),
         )
-        self.places = _places(max_steps + 1)
+        self.places = places(max_steps + 1)
         self.gram = z.new_zeros(batch, self.places, self.places)
         self.keep = torch.empty(batch, self.places, dtype=torch.int8, device=device)
         self.weight = z.new_empty(batch, self.places)
@@ -497,6 +329,12 @@ class Sweep:
         chunks = len(self.table)
         self.partial = z.new_empty(batch, chunks, 2, self.places)
         self.norms = torch.empty(batch, chunks, 4, dtype=torch.float64, device=device)
+        self.together = (
+            tuning.together
+            and chunks <= _most_waiting(device)
+            and chunks * batch * max_steps < 2**31  # counted in 32 bits
+        )
+        self.signals = torch.zeros(1 + 2 * batch, dtype=torch.int32, device=device)
         self.returned = self.last_fz = self.parts
 
     def any_active(self) -> bool:
@@ -532,30 +370,50 @@ class Sweep:
     def _launch_here(self, t: int, fz: Tensor, counted: bool) -> None:
         batch, d = self.z.shape
         stride, chunks = self.steps.stride(0), len(self.table)
+        solver, precision = self.solver, self.precision
+        scale = self.real if self.scale is None else self.scale
+        kept = self.gram, self.keep, self.weight, self.lead, self.moves
+        noted = self.real, self.whole, self.trace, self.counter
+        limits = (
+            self.max_steps,
+            float(solver.tol),
+            float(precision),
+            float(torch.finfo(self.z.dtype).eps),
+            noise_level(precision),
+            flight_limit(solver.tol, precision),
+        )
+        common = {"COUNTED": counted, "PLACES": self.places}
+        judging = {
+            "WATCH": solver.tol > 0,
+            "RELATIVE_STOP": solver.stop == "relative",
+            "LINEAR": self.scale is not None,
+            "CHUNKS": 32,
+        }
+        moving = {"ALIGNED": self.aligned, "BLOCK": tuning.block}
+        if t > 0 and self.together:
+            _together[(batch * chunks,)](
+                self.z, fz, self.last_fz, self.steps, self.parts, self.table, self.signals,
+                self.norms, self.partial, scale, *kept, *noted,
+                batch, d, stride, chunks, t, *limits,
+                PARTS=self.in_parts, DOTS_TILE=tuning.together_dots_tile,
+                STEP_TILE=tuning.together_step_tile, **common, **judging, **moving, num_warps=1,
+            )  # fmt: skip
+            return
         grid = (chunks, batch)
         _dots[grid](
             self.z, fz, self.last_fz, self.steps, self.table, self.partial, self.norms,
             self.counter, batch, d, stride, chunks, t,
-            COUNTED=counted, ALIGNED=self.aligned, BLOCK=BLOCK, TILE=TILE, PLACES=self.places,
-            num_warps=WARPS,
+            TILE=tuning.dots_tile, **common, **moving, num_warps=tuning.dots_warps,
         )  # fmt: skip
-        solver = self.solver
-        judge = _judge_first if t == 0 else _judge
-        judge[(batch,)](
-            self.norms, self.partial, self.real if self.scale is None else self.scale,
-            self.gram, self.keep, self.weight, self.lead, self.moves, self.real, self.whole,
-            self.trace, self.counter, batch, chunks, t, self.max_steps,
-            float(solver.tol), float(self.precision),
-            float(torch.finfo(self.z.dtype).eps), noise_level(self.precision),
-            flight_limit(solver.tol, self.precision),
-            COUNTED=counted, WATCH=solver.tol > 0, RELATIVE_STOP=solver.stop == "relative",
-            LINEAR=self.scale is not None, PLACES=self.places, CHUNKS=32, num_warps=1,
+        _judge[(batch,)](
+            self.norms, self.partial, scale, *kept, *noted, batch, chunks, t, *limits,
+            FIRST=t == 0, **common, **judging, num_warps=1,
         )  # fmt: skip
         _step[grid](
             self.z, fz, self.steps, self.parts, self.table, self.weight, self.lead, self.moves,
             self.counter, batch, d, stride, t,
-            COUNTED=counted, PARTS=self.in_parts, ALIGNED=self.aligned,
-            BLOCK=BLOCK, TILE=TILE, PLACES=self.places, num_warps=WARPS,
+            PARTS=self.in_parts, TILE=tuning.step_tile, **common, **moving,
+            num_warps=tuning.step_warps,
         )  # fmt: skip
 
     def _grow(self) -> None:
@@ -588,45 +446,9 @@ class Sweep:
         with on_device(self.z):
             _rebuild[(len(self.table), batch)](
                 self.first, self.z, self.steps, at.long(), taken, self.table,
-                batch, d, self.steps.stride(0), ALIGNED=self.aligned, BLOCK=BLOCK, num_warps=WARPS,
+                batch, d, self.steps.stride(0),
+                ALIGNED=self.aligned, BLOCK=tuning.block, num_warps=4,
             )  # fmt: skip
         place = torch.arange(self.places, device=at.device)
         keep = (self.keep != 0) & (place < at.unsqueeze(1))
         return self.z, ProductInverse(self.steps[:, : last + 1], self.gram, keep)
-
-
-def apply(steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    """`ProductInverse.matvec`."""
-    with on_device(x):
-        return _applied(steps, gram, keep, x, transposed)
-
-
-def _applied(steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    batch, count, d = steps.shape
-    x = x.contiguous()
-    kind = torch.promote_types(x.dtype, gram.dtype)
-    x = x.to(kind)
-    table = _table((d,), x.device)
-    chunks, places = len(table), _places(gram.shape[1])
-    if places != gram.shape[1]:  # made by the plain twin
-        more = places - gram.shape[1]
-        gram, keep = pad(gram, (0, more, 0, more)), pad(keep, (0, more))
-    partial = gram.new_empty(batch, chunks, places)
-    weight = gram.new_empty(batch, places)
-    kept = keep.to(torch.int8)
-    aligned = d % ALIGNMENT == 0
-    stride = steps.stride(0)
-    _dots_of[(chunks, batch)](
-        x, steps, table, partial, batch, d, stride, chunks, count,
-        ALIGNED=aligned, BLOCK=BLOCK, TILE=TILE, PLACES=places, num_warps=WARPS,
-    )  # fmt: skip
-    _weights_of[(batch,)](
-        partial, gram, kept, weight, chunks, count,
-        TRANSPOSED=transposed, PLACES=places, CHUNKS=32, num_warps=1,
-    )  # fmt: skip
-    y = torch.empty_like(x)
-    _apply[(chunks, batch)](
-        x, y, steps, table, weight, batch, d, stride, count,
-        ALIGNED=aligned, BLOCK=BLOCK, TILE=TILE, PLACES=places, num_warps=WARPS,
-    )  # fmt: skip
-    return y

@@ -1,0 +1,71 @@
+"""Vectors in chunks: a program takes one chunk of one sample.
+
+A vector lies either in rows, ``(batch, d)``, or in parts: all samples of the first tensor of the
+state, then all of the second, and so on (`gdeq.state.VectorMap`).  A chunk never crosses a part.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ALIGNMENT = 16
+
+
+@triton.jit
+def place(table, b, chunk, batch, d, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Where a chunk of sample b lies: in a batched vector, in parts, and how long it is.
+
+    ALIGNED: all parts are multiples of 16 numbers.  Numbers from a table could be anything; told
+    this, the compiler loads 16 bytes at once instead of 2 or 4, with half the registers.
+    """
+    row = tl.load(table + chunk * 5)
+    start = tl.load(table + chunk * 5 + 1)  # of the part, for a batch of one
+    size = tl.load(table + chunk * 5 + 2)
+    offset = tl.load(table + chunk * 5 + 3)
+    length = tl.load(table + chunk * 5 + 4)
+    if ALIGNED:
+        row, start = tl.multiple_of(row, 16), tl.multiple_of(start, 16)
+        size, offset = tl.multiple_of(size, 16), tl.multiple_of(offset, 16)
+        length = tl.multiple_of(length, 16)
+    lane = tl.arange(0, BLOCK)
+    in_rows = b * d + row + lane
+    in_parts = start * batch + b * size + offset + lane
+    return lane, row, length, in_rows, in_parts
+
+
+@triton.jit
+def weighted_steps(total, base, weight, lane, row, length, d, count, TILE: tl.constexpr):
+    """total + Σ weight_j s_j over the steps of one sample."""
+    for first in range(0, count, TILE):
+        for i in tl.static_range(TILE):
+            j = first + i
+            # Past the first cache: the kernel that calls may have been waiting for them.
+            w = tl.load(weight + j, mask=j < count, other=0.0, cache_modifier=".cg")
+            # What is not used may hold anything.
+            used = lane < tl.where(w != 0, length, 0)
+            s = tl.load(base + tl.cast(j, tl.int64) * d + row + lane, mask=used, other=0.0)
+            total += w * s.to(total.dtype)
+    return total
+
+
+@cache
+def table(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:  # (chunks, 5)
+    """For each chunk: where it is in a row, its part's start and size, where in it, how long."""
+    entries = []
+    start = 0
+    for size in sizes:
+        for offset in range(0, size, block):
+            length = min(block, size - offset)
+            entries.append((start + offset, start, size, offset, length))
+        start += size
+    return torch.tensor(entries, dtype=torch.int64, device=device)
+
+
+def places(count: int) -> int:
+    """Room for so many numbers of a sample: a size that a kernel can be compiled for."""
+    return max(16, triton.next_power_of_2(count))

@@ -1,0 +1,125 @@
+"""`gdeq.product.ProductInverse.matvec` in three kernels: inner products, weights, combination."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gdeq.kernels.choice import on_device
+from gdeq.kernels.chunks import ALIGNMENT, place, places, table, weighted_steps
+
+BLOCK = 1024  # numbers in a chunk
+TILE = 2  # stored steps that a program reads at once
+WARPS = 4
+
+
+@triton.jit
+def _dots_of(
+    x, steps, table, partial, batch, d, step_stride, chunks, count,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """a_j = s_jᵀx of `ProductInverse.matvec`: one chunk of each."""
+    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
+    column, inside = row + lane, lane < length
+    here = tl.load(x + in_rows, mask=inside, other=0.0)
+    base = steps + b * step_stride
+    out = partial + (b * chunks + chunk) * PLACES
+    for first in range(0, count, TILE):
+        j = first + tl.arange(0, TILE)
+        known = j < count
+        where = j.to(tl.int64)[:, None] * d + column[None, :]
+        s = tl.load(base + where, mask=known[:, None] & inside[None, :], other=0.0)
+        tl.store(out + j, tl.sum(s.to(here.dtype) * here[None, :], 1), mask=known)
+
+
+@triton.jit
+def _weights_of(
+    partial, gram, keep, weight, chunks, count,
+    TRANSPOSED: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """`gdeq.product.weights` or `transposed_weights`: one sample."""
+    b = tl.program_id(0).to(tl.int64)
+    kind = gram.dtype.element_ty
+    place = tl.arange(0, PLACES)
+    a = tl.zeros((PLACES,), dtype=kind)
+    for first in range(0, chunks, CHUNKS):
+        c = first + tl.arange(0, CHUNKS)
+        known = (c < chunks)[:, None] & (place < count)[None, :]
+        where = partial + ((b * chunks + c) * PLACES)[:, None] + place[None, :]
+        a += tl.sum(tl.load(where, mask=known, other=0.0), 0)
+    of_b = gram + b * PLACES * PLACES
+    found = tl.zeros((PLACES,), dtype=kind)
+    for i in range(0, count - 1):
+        if TRANSPOSED:
+            factor = count - 2 - i
+            row = factor + 1
+            column = factor
+            in_row = (place >= row) & (place < count)
+        else:
+            factor = i
+            row = factor
+            column = factor + 1
+            in_row = place <= row
+        of_row = tl.load(of_b + row * PLACES + place, mask=in_row, other=0.0)
+        inner = tl.sum(tl.where(found != 0, of_row * found, 0.0), 0)
+        inner += tl.sum(tl.where(place == row, a, 0.0), 0)
+        squared = tl.load(of_b + factor * PLACES + factor)
+        kept = tl.load(keep + b * PLACES + factor) != 0
+        found = tl.where(place == column, tl.where(kept, inner / squared, 0.0), found)
+    tl.store(weight + b * PLACES + place, found)
+
+
+@triton.jit
+def _apply(
+    x, y, steps, table, weight, batch, d, step_stride, count,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """y = −(x + Σ weight_j s_j): one chunk."""
+    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
+    inside = lane < length
+    total = tl.load(x + in_rows, mask=inside, other=0.0)
+    base = steps + b * step_stride
+    total = weighted_steps(total, base, weight + b * PLACES, lane, row, length, d, count, TILE)
+    tl.store(y + in_rows, -total, mask=inside)
+
+
+def apply(steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    """`ProductInverse.matvec`."""
+    with on_device(x):
+        return _applied(steps, gram, keep, x, transposed)
+
+
+def _applied(steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool) -> Tensor:
+    batch, count, d = steps.shape
+    x = x.contiguous()
+    kind = torch.promote_types(x.dtype, gram.dtype)
+    x = x.to(kind)
+    chunk_table = table((d,), BLOCK, x.device)
+    chunks, wide = len(chunk_table), places(gram.shape[1])
+    if wide != gram.shape[1]:  # made by the plain twin
+        more = wide - gram.shape[1]
+        gram, keep = pad(gram, (0, more, 0, more)), pad(keep, (0, more))
+    partial = gram.new_empty(batch, chunks, wide)
+    weight = gram.new_empty(batch, wide)
+    kept = keep.to(torch.int8)
+    aligned = d % ALIGNMENT == 0
+    stride = steps.stride(0)
+    _dots_of[(chunks, batch)](
+        x, steps, chunk_table, partial, batch, d, stride, chunks, count,
+        ALIGNED=aligned, BLOCK=BLOCK, TILE=TILE, PLACES=wide, num_warps=WARPS,
+    )  # fmt: skip
+    _weights_of[(batch,)](
+        partial, gram, kept, weight, chunks, count,
+        TRANSPOSED=transposed, PLACES=wide, CHUNKS=32, num_warps=1,
+    )  # fmt: skip
+    y = torch.empty_like(x)
+    _apply[(chunks, batch)](
+        x, y, steps, chunk_table, weight, batch, d, stride, count,
+        ALIGNED=aligned, BLOCK=BLOCK, TILE=TILE, PLACES=wide, num_warps=WARPS,
+    )  # fmt: skip
+    return y
