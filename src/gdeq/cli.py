@@ -18,7 +18,7 @@ from rich.progress import Progress
 from gdeq import bench as benches
 from gdeq import data as datasets
 from gdeq import report as reports
-from gdeq.paper import plan, running
+from gdeq.paper import collecting, plan, running
 from gdeq.training import checkpoint, folder, loop, process, runs
 from gdeq.training import config as configs
 from gdeq.training.config import Config
@@ -335,6 +335,25 @@ def paper_run(
         journey.go(chosen_runs)
     finally:
         console.print(running.table(journey.outcomes))
+
+
+@paper.command("collect")
+@plain_errors
+def paper_collect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the run folders are.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write.", show_default="the same folder")
+    ] = None,
+) -> None:
+    """Every table and figure of the paper, from the run folders that are there.
+
+    Tables as CSV and Markdown, figures as PNG and CSV, and the page in report/.  What has not been
+    run yet is shown as such.
+    """
+    files = collecting.collect(folder, out)
+    typer.echo((files[1]).read_text())
+    typer.echo(collecting.progress(folder))
+    console.print(f"{len(files)} files in {out or folder}")
 
 
 @app.command("data")

@@ -182,3 +182,18 @@ def _parsed(overrides: Sequence[str]) -> dict[str, object]:
         key, _, value = text.partition("=")
         found[key.strip().replace(".", "__")] = yaml.safe_load(value)
     return found
+
+
+TITLES = {
+    "implicit": "Implicit",
+    "jfb": "JFB",
+    "npg": "NPG",
+    "gdeq": "GDEQ",
+    "gdeq-refine1": "GDEQ refine 1",
+    "gdeq-tolerance": "GDEQ tolerance 0.1",
+}
+
+
+def title(row: str) -> str:
+    """A row as tables and figures write it."""
+    return TITLES.get(row, row.capitalize())

@@ -1,0 +1,254 @@
+"""The paper's Table 2 and its convergence figure, with the paper's own figures beside."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from gdeq.paper.plan import METHODS, title
+from gdeq.paper.reading import NOT_YET, Made, markdown
+from gdeq.report import recipes
+from gdeq.report.figures import Figure, Line, floor
+from gdeq.report.formats import time_unit
+from gdeq.report.rows import curve, mean
+from gdeq.report.runs import Run, number
+
+# Speed-up, accuracy without and with pre-training; 220 epochs on four RTX A6000.
+PAPER = {
+    "implicit": (1.00, 91.64, 92.29),
+    "jfb": (1.97, 91.56, 91.99),
+    "npg": (1.71, 93.42, 92.46),
+    "gdeq": (2.16, 92.01, 93.08),
+}
+LEVELS = (90, 92, 93)
+CSV_HEAD = ["gradient", "pretrain", "seed", "epochs", "test_accuracy", "ms_per_step"]
+CSV_HEAD += ["train_seconds"]
+
+
+def in_table(made: Sequence[Made]) -> dict[str, list[Made]]:
+    """Row → its runs; the paper's four first, in its order."""
+    rows: dict[str, list[Made]] = {name: [] for name in METHODS}
+    for one in made:
+        if one.planned.group == "table2":
+            rows.setdefault(one.planned.row, []).append(one)
+    return rows
+
+
+def csv_lines(made: Sequence[Made]) -> list[list[object]]:
+    """Finished runs alone: the last epoch's accuracy, never a better one's."""
+    return [
+        [
+            row,
+            str(one.planned.pretrain).lower(),
+            one.planned.seed,
+            one.run.epochs_done,
+            one.run.accuracy,
+            one.run.ms_per_step,
+            one.run.seconds,
+        ]
+        for row, all_of in in_table(made).items()
+        for one in all_of
+        if one.run is not None and one.finished
+    ]
+
+
+class Column:
+    """One row's runs with, or without, pre-training."""
+
+    def __init__(self, made: Sequence[Made], pretrain: bool) -> None:
+        self.all = [one for one in made if one.planned.pretrain == pretrain]
+        self.runs = [one.run for one in self.all if one.run is not None and one.finished]
+
+    @property
+    def accuracy(self) -> str:
+        """Mean ± standard deviation over seeds."""
+        found = [run.accuracy for run in self.runs if run.accuracy is not None]
+        if not found:
+            states = [one.state for one in self.all if one.state != NOT_YET]
+            return "; ".join(states) or (NOT_YET if self.all else "–")
+        text = f"{statistics.fmean(found):.2f}"
+        if len(found) > 1:
+            text += f" ± {statistics.stdev(found):.2f}"
+        many = f"{len(found)} of {len(self.all)}" if len(found) < len(self.all) else len(found)
+        return f"{text} ({many} seed{'s' * (len(self.all) > 1)})"
+
+    @property
+    def seconds(self) -> float | None:
+        return mean(run.seconds for run in self.runs)
+
+    @property
+    def ms(self) -> float | None:
+        return mean(run.ms_per_step for run in self.runs)
+
+
+def text(made: Sequence[Made]) -> str:
+    rows = in_table(made)
+    columns = {row: (Column(some, False), Column(some, True)) for row, some in rows.items()}
+    lines = []
+    for row, pair in columns.items():
+        speeds = [
+            _ratio(base.seconds, own.seconds)
+            for own, base in zip(pair, columns["implicit"], strict=True)
+        ]
+        seconds = [_shown(column.seconds, ".0f") for column in pair]
+        paper = PAPER.get(row)
+        lines.append(
+            [
+                title(row),
+                pair[0].accuracy,
+                pair[1].accuracy,
+                _shown(pair[0].ms or pair[1].ms, ".1f"),
+                *seconds,
+                *(_shown(speed, ".2f", "×") for speed in speeds),
+                f"{paper[1]:.2f} / {paper[2]:.2f}" if paper else "–",
+                f"{paper[0]:.2f}×" if paper else "–",
+            ]
+        )
+    head = ["Method", "Accuracy %", "pre-trained", "ms / step", "Training s", "pre-trained"]
+    head += ["Speed-up", "pre-trained", "Paper's accuracy", "Paper's speed-up"]
+    return "\n".join(
+        [
+            "# Table 2\n",
+            markdown(head, lines),
+            "Test accuracy of the last epoch; mean ± standard deviation over seeds.  Speed-up: of "
+            "the whole training, against Implicit in the same column.  Training time is without "
+            "tests and without compilation.  The paper's accuracies, without / with pre-training, "
+            "are of 220 epochs on four RTX A6000.\n",
+            *_recipe_notes(rows),
+        ]
+    )
+
+
+def _recipe_notes(rows: dict[str, list[Made]]) -> list[str]:
+    """One table wants one recipe: what is not the same in all its runs is named."""
+    runs = [
+        (row, one.run) for row, some in rows.items() for one in some if one.run and one.finished
+    ]
+    kept = [(row, _recipe(run)) for row, run in runs]
+    notes = []
+    if runs:
+        epochs = sorted({str(run.epochs_done) for _, run in runs}, key=int)
+        devices = sorted({str(run.device) for _, run in runs})
+        notes.append(f"Epochs: {', '.join(epochs)}.  Device: {', '.join(devices)}.\n")
+    for key in recipes.varying([own for _, own in kept]):
+        values: dict[str, list[str]] = {}
+        for row, own in kept:
+            if key in own and title(row) not in values.setdefault(own[key], []):
+                values[own[key]].append(title(row))
+        told = "; ".join(f"{value} ({', '.join(names)})" for value, names in values.items())
+        notes.append(f"Not the same in all rows: {key} = {told}.\n")
+    return notes
+
+
+def _recipe(run: Run) -> dict[str, str]:
+    return {k: v for k, v in recipes.recipe(run).items() if not k.startswith("gradient")}
+
+
+def _ratio(base: float | None, own: float | None) -> float | None:
+    return base / own if base and own else None
+
+
+def _shown(value: float | None, form: str, unit: str = "") -> str:
+    return "–" if value is None else format(value, form) + unit
+
+
+# -- convergence -----------------------------------------------------------------------------------
+
+
+def without_pretraining(made: Sequence[Made]) -> list[tuple[str, Run]]:
+    return [
+        (title(row), one.run)
+        for row, some in in_table(made).items()
+        for one in some
+        if one.run is not None and not one.planned.pretrain and one.run.epochs
+    ]
+
+
+def convergence(made: Sequence[Made]) -> Figure:
+    """Accuracy against seconds of training, in which no test is counted."""
+    lines = tuple(
+        Line(label, run, curve(run, "seconds")) for label, run in without_pretraining(made)
+    )
+    longest = max((x for line in lines for x, _ in line.points), default=0.0)
+    unit, name = time_unit(longest)
+    return Figure(
+        "convergence",
+        "Convergence without pre-training",
+        "",
+        f"training time without tests ({name})",
+        "test accuracy (%)",
+        lines,
+        unit=unit,
+        columns=("seconds", "test_accuracy"),
+        bottom=floor([[y for _, y in line.points] for line in lines]),
+    )
+
+
+MOMENTS_HEAD = ["method", "seed", "level", "seconds", "epoch"]
+
+
+def moments(made: Sequence[Made]) -> list[list[object]]:
+    """When each run first tested at a level or above; nothing where it never did."""
+    lines: list[list[object]] = []
+    for label, run in without_pretraining(made):
+        for level in LEVELS:
+            passed = [r for r in run.epochs if (number(r.get("test_accuracy")) or 0) >= level]
+            at = [passed[0].get("seconds"), passed[0].get("epoch")] if passed else [None, None]
+            lines.append([label, run.seed, level, *at])
+    return lines
+
+
+def moments_text(made: Sequence[Made]) -> str:
+    found = moments(made)
+    lines = []
+    for row in in_table(made):
+        own = [line for line in found if line[0] == title(row)]
+        cells = [_moment([line for line in own if line[2] == level]) for level in LEVELS]
+        lines.append([title(row), *(cells if own else [NOT_YET] * len(LEVELS))])
+    return "\n".join(
+        [
+            "# Convergence without pre-training\n",
+            markdown(["Method", *(f"{level} %" for level in LEVELS)], lines),
+            "Seconds of training, tests not counted, at the end of the first epoch that tested at "
+            "the level or above; mean over seeds.\n",
+        ]
+    )
+
+
+def _moment(lines: list[list[object]]) -> str:
+    reached = [at for line in lines if (at := number(line[3])) is not None]
+    if not reached:
+        return "not reached"
+    few = f" ({len(reached)} of {len(lines)} runs)" * (len(reached) < len(lines))
+    return f"{statistics.fmean(reached):.0f} s{few}"
+
+
+# -- the record and the sprint ---------------------------------------------------------------------
+
+GOAL = 93.08  # the paper's GDEQ
+
+
+def records_text(made: Sequence[Made]) -> str:
+    lines = []
+    for one in made:
+        if one.planned.group not in ("record", "sprint"):
+            continue
+        run = one.run
+        passed = [
+            at
+            for at, accuracy in (curve(run, "seconds") if run else [])
+            if accuracy >= GOAL
+        ]  # fmt: skip
+        lines.append(
+            [
+                one.planned.name,
+                one.state,
+                "–" if run is None else run.epochs_done,
+                _shown(run.accuracy if run else None, ".2f"),
+                _shown(run.seconds / 60 if run and run.seconds else None, ".1f"),
+                f"{passed[0]:.0f} s" if passed else "–",
+                f"`{' '.join(one.planned.settings)}`",
+            ]
+        )
+    head = ["Run", "State", "Epochs", "Accuracy %, last epoch", "Training min", f"to {GOAL} %"]
+    return "\n".join(["# Record and sprint\n", markdown([*head, "Settings"], lines)])
