@@ -3,14 +3,23 @@
 The forward pass is made once; the backward pass is then repeated on its graph.  What the methods
 iterate over is varied: K (Implicit's Broyden steps), k (NPG's steps, GDEQ's refinement), and for
 GDEQ the number m of updates that the forward pass kept.  A least-squares slope over them shows what
-grows.  Memory is counted from the start of the backward pass, so the graph of f and the inverse
-that GDEQ reuses are not in it; the latter is listed by itself, as "held".
+grows.  With --mdeq it is the paper's model, on a GPU in bf16 and as CUDA graphs, as it is trained:
+
+PYTHONPATH=src python3 benchmarks/complexity.py --device cuda --mdeq large --out results/cifar10
+
+A graph cannot be cut where the backward pass begins, so its time is then that of both passes less
+that of the forward pass alone, taken in turns.
+
+Memory is counted from the start of the backward pass, so the graph of f and the inverse that GDEQ
+reuses are not in it; the latter is listed by itself, as "held".
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +37,7 @@ from common import (
     quartiles,
     slope,
 )
+from gdeq.bench.steps import Setup, arithmetic, build
 
 MIB = 2**20
 # The paper's claims, time and memory.
@@ -66,6 +76,102 @@ class Case:
             torch.autograd.grad(solution.z, self.parameters, self.v, retain_graph=True)
 
         return run, solution
+
+
+class MdeqCase:
+    """The paper's cell with its injection; makes passes to its parameters, on a GPU as graphs."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.model = build(setup, gdeq.JFB())
+        images, _ = setup.draw()
+        with torch.no_grad(), arithmetic(setup, setup.precision):
+            self.x = self.model.stem(images).detach()
+        z = self._solve(self.x, gdeq.JFB(), 2)
+        self.v = tuple(torch.randn_like(part) for part in z)
+        self.z0 = torch.cat([part.detach().float().flatten(1) for part in z], dim=1)
+        self.parameters = list(self.model.deq.parameters())
+
+    def _solve(self, x: Tensor, gradient: gdeq.Gradient, steps: int) -> tuple[Tensor, ...]:
+        torch.clear_autocast_cache()
+        deq = self.model.deq
+        deq.solver, deq.gradient = gdeq.Broyden(max_iter=steps, tol=0.0), gradient
+        with arithmetic(self.setup, self.setup.precision):
+            return tuple(deq(x))
+
+    def backward(
+        self, gradient: gdeq.Gradient, steps: int
+    ) -> tuple[Callable[[], Any], gdeq.Solution]:
+        """Solve once; the function returned runs the backward pass, as often as wanted."""
+        x = self.x.clone().requires_grad_()
+        z = self._solve(x, gradient, steps)
+        solution = self.model.deq.solution
+        assert solution is not None
+
+        def run() -> None:
+            torch.autograd.grad(z, [x, *self.parameters], self.v, retain_graph=True)
+
+        return run, solution
+
+    def passes(self, gradient: gdeq.Gradient, steps: int) -> dict[str, Callable[[], Any]]:
+        """Both, and the forward pass alone."""
+
+        def forward(x: Tensor) -> None:
+            self._solve(x.detach().requires_grad_(), gradient, steps)
+
+        def both(x: Tensor) -> None:
+            x = x.detach().requires_grad_()
+            z = self._solve(x, gradient, steps)
+            torch.autograd.grad(z, [x, *self.parameters], self.v)
+
+        made = {"forward": forward, "both": both}
+        return {name: partial(gdeq.capture(work), self.x) for name, work in made.items()}
+
+    def seconds(
+        self, gradient: gdeq.Gradient, steps: int, repeats: int, args: Any
+    ) -> tuple[list[float], float | None]:
+        """Of the backward pass, and of the forward pass where that was measured as well."""
+        device = torch.device(args.device)
+        if not self.setup.cuda:
+            run, _ = self.backward(gradient, steps)
+            return interleave({"": run}, repeats, device, clock=args.clock)[""], None
+        passes = self.passes(gradient, steps)
+        times = interleave(passes, repeats, device, warmup=6)
+        pairs = zip(times["both"], times["forward"], strict=True)
+        return [both - alone for both, alone in pairs], quartiles(times["forward"])[1]
+
+
+def measure_mdeq(case: MdeqCase, repeats: int, device: torch.device, args: Any) -> list[Any]:
+    rows = []
+    for name, n, gradient, steps, _ in sweeps(args.quick):
+        # What is kept of a forward pass is all its steps: m of them are m kept.
+        forward = n if name == "GDEQ over m" else steps
+        times, alone = case.seconds(gradient, forward, repeats, args)
+        low, middle, high = quartiles(times)
+        gc.collect()  # the graphs, and their memory
+        run, solution = case.backward(gradient, forward)
+        run()
+        peak = peak_memory(run, device) / MIB
+        inverse, cotangent = solution.inverse, solution.backward
+        assert inverse is not None
+        assert cotangent is not None
+        held = sum(t.numel() * t.element_size() for t in inverse.vectors.stored) / MIB
+        rows.append(
+            {
+                "method": name,
+                "n": n,
+                "VJPs": cotangent.vjps,
+                "ms": 1e3 * middle,
+                "ms_q1": 1e3 * low,
+                "ms_q3": 1e3 * high,
+                **({} if alone is None else {"ms_forward": 1e3 * alone}),
+                "peak MiB": peak,
+                "held MiB": held if name.startswith("GDEQ") else 0.0,
+            }
+        )
+        print(f"{name} {n}: {1e3 * middle:.2f} ms", flush=True)
+        del run, solution, inverse
+    return rows
 
 
 def sweeps(quick: bool) -> list[tuple[str, int, gdeq.Gradient, int, int | None]]:
@@ -217,20 +323,36 @@ def main() -> None:
     options.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a machine in use"
     )
+    options.add_argument("--mdeq", choices=("small", "tiny", "large"), help="instead: this MDEQ")
     args: argparse.Namespace = options.parse_args()
-    report = Report("complexity", args)
+    report = Report("table1" if args.mdeq else "complexity", args)
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
-    channels, size, batch = (8, 8, 2) if args.quick else (16, 16, 8)
-    if device.type == "cuda" and not args.quick:
-        channels, size, batch = 64, 32, 64  # fill the chip, or it measures launches
-    case = Case(channels, size, batch, device)
-    state = case.z0.numel() * case.z0.element_size() / MIB
-    report(
-        f"residual convolution block, state {channels}x{size}x{size}, batch {batch}, float32, "
-        f"{args.clock} time"
-    )
-    rows = measure(case, args.repeats or (2 if args.quick else 10), device, args)
+    repeats = args.repeats or (2 if args.quick else 10)
+    if args.mdeq:
+        cuda = device.type == "cuda"
+        torch.backends.cudnn.benchmark = cuda  # as in training
+        batch, side = (128, 32) if cuda and not args.quick else (4, 8)
+        precision = "bf16" if cuda else "float32"
+        setup = Setup(args.mdeq, batch, side, precision=precision, device=args.device)
+        big = MdeqCase(setup)
+        state = big.z0.numel() * big.z0.element_size() / MIB
+        report(
+            f"MDEQ-{args.mdeq.upper()}, images {side}x{side}, batch {batch}, {precision}, "
+            f"{'CUDA graphs' if cuda else 'eager'}, {args.clock} time"
+        )
+        rows = measure_mdeq(big, repeats, device, args)
+    else:
+        channels, size, batch = (8, 8, 2) if args.quick else (16, 16, 8)
+        if device.type == "cuda" and not args.quick:
+            channels, size, batch = 64, 32, 64  # fill the chip, or it measures launches
+        case = Case(channels, size, batch, device)
+        state = case.z0.numel() * case.z0.element_size() / MIB
+        report(
+            f"residual convolution block, state {channels}x{size}x{size}, batch {batch}, float32, "
+            f"{args.clock} time"
+        )
+        rows = measure(case, repeats, device, args)
     summarize(rows, state, report)
     report.csv(rows)
     draw(rows, report)
