@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,10 @@ import torch
 from torch import Tensor
 
 from gdeq.kernels import norms, weights
+from gdeq.kernels.norms.fusion import Fuse
+from gdeq.kernels.norms.operation import Operation
+from gdeq.kernels.norms.residual import BlockEnd
+from gdeq.kernels.norms.single import NormAct
 from gdeq.models import mdeq_fused
 from gdeq.models.mdeq_cell import MDEQCell
 from gdeq.models.mdeq_config import named
@@ -355,6 +359,18 @@ def sweep(
     def affine(channels: int) -> tuple[Tensor, Tensor]:
         return torch.ones(channels, device=device), torch.zeros(channels, device=device)
 
+    def backward_of(
+        operation: Operation,
+        maps: Sequence[Tensor | None],
+        vectors: Sequence[Tensor],
+        out: Tensor | None,
+        dout: Tensor,
+        wanted: Sequence[bool],
+    ) -> Callable[[], Any]:
+        stats = torch.zeros(len(vectors), batch, 8, device=device)
+        sums = torch.empty(len(vectors), batch, dout.shape[1], device=device)
+        return lambda: operation.launch_backward(maps, vectors, out, stats, dout, sums, wanted)
+
     def cases(kernel: str, i: int) -> tuple[Callable[[], Any], int]:
         channels, edge = scales[i]
         if kernel == "norm":
@@ -364,11 +380,8 @@ def sweep(
         if kernel == "norm_backward":
             x = tensor(5 * channels, edge)
             scale = affine(5 * channels)
-            means, rhos = torch.zeros(2, batch, 8, device=device)
-            return (
-                lambda: norms._launch_norm_backward(x, x, 8, *scale, True, means, rhos, True),
-                3 * x.numel(),
-            )
+            work = backward_of(NormAct(8, 1e-5, relu=True), (x,), scale, None, x, [True] * 3)
+            return work, 3 * x.numel()
         own, z, other = (tensor(channels, edge) for _ in range(3))
         scale = affine(channels)
         if kernel == "block_end":
@@ -380,14 +393,10 @@ def sweep(
                 reads * own.numel(),
             )
         if kernel == "block_end_backward":
-            stats = torch.zeros(4, batch, 8, device=device)
-            injection = other if i == 0 else None
-            return (
-                lambda: norms._launch_block_end_backward(
-                    own, None, injection, z, (*scale, *scale), 8, stats, own, False, False
-                ),
-                (5 if i == 0 else 4) * own.numel(),
-            )
+            maps = (own, None, other if i == 0 else None, z)
+            wanted = [True, False, False, False]
+            work = backward_of(BlockEnd(8, 1e-5), maps, scale * 2, None, own, wanted)
+            return work, (5 if i == 0 else 4) * own.numel()
         sources = [
             norms.Source(tensor(channels, scales[max(i, j)][1]), *scale, max(0, j - i))
             for j in range(len(scales))
@@ -395,11 +404,10 @@ def sweep(
         ]
         moved = 2 * own.numel() + sum(source.raw.numel() for source in sources)
         if kernel == "fuse_backward":
-            stats = torch.zeros(6, batch, 8, device=device)
-            return (
-                lambda: norms._launch_fuse_backward(sources, 8, True, own, stats, z, other),
-                moved + own.numel() + sum(source.raw.numel() for source in sources),
-            )
+            raws = [source.raw for source in sources]
+            fused = Fuse(8, 1e-5, relu=True, levels=tuple(source.levels for source in sources))
+            work = backward_of(fused, (other, *raws), scale * len(raws), own, z, [True])
+            return work, moved + own.numel() + sum(raw.numel() for raw in raws)
         return lambda: norms.fuse(own, sources, 8), moved
 
     for kernel, i in itertools.product(kernels or choices, range(len(scales))):

@@ -135,7 +135,7 @@ def test_slices_are_not_copied(device, monkeypatch):
 
     part = channels_last(2, 20, 3, 5, device=device)[:, 7:15]
     out = empty_channels_last(part.shape, part.dtype, part.device)
-    monkeypatch.setattr(norms, "empty_channels_last", refuse)
+    monkeypatch.setattr(norms.tensors, "empty_channels_last", refuse)
     norm_act(part, 2, *affine(8, device), out=out)
     with pytest.raises(AssertionError, match="copied"):
         norm_act(part.contiguous(), 2, *affine(8, device), out=out)

@@ -1,0 +1,109 @@
+"""What all operations here share: the choice of kernel or plain function, and autograd."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdeq.kernels.autograd import differentiable, differentiates
+from gdeq.kernels.norms.affine import Vector, summed
+from gdeq.kernels.norms.tensors import destination, empty_channels_last, runs
+
+Maps = Sequence[Any]  # (batch, channels, height, width); None where there is none
+Vectors = Sequence[Any]  # scale and shift of the first norm, then of the next, or None
+
+
+class Operation(ABC):
+    """An operation with some norms, and with its options: kernels and the plain function.
+
+    stats: where the forward kernel leaves mean and ρ of each norm, (2 norms, batch, groups).
+    sums: where the backward kernel leaves the gradients of scale and shift of each norm, of each
+        sample, (2 norms, batch, channels).
+    """
+
+    groups: int
+    norms: int
+    backward_reads_out = False
+
+    @abstractmethod
+    def plain(
+        self, maps: Maps, vectors: Vectors, out: Tensor | None, dtype: torch.dtype
+    ) -> Tensor: ...
+
+    @abstractmethod
+    def launch(self, maps: Maps, vectors: Vectors, out: Tensor, stats: Tensor | None) -> None: ...
+
+    @abstractmethod
+    def launch_backward(
+        self,
+        maps: Maps,
+        vectors: Vectors,
+        out: Tensor | None,
+        stats: Tensor,
+        dout: Tensor,
+        sums: Tensor,
+        wanted: Sequence[bool],
+    ) -> list[Vector]:
+        """The gradients of the maps.  wanted: of which maps, then of which vectors."""
+
+    def __call__(
+        self, maps: Maps, vectors: Vectors, out: Tensor | None, dtype: torch.dtype | None
+    ) -> Tensor:
+        like = _first(maps)
+        dtype = dtype or like.dtype
+        differentiated = differentiates(*maps, *vectors)
+        if differentiated and out is not None:
+            raise ValueError("out= cannot be used where gradients are wanted")
+        if not runs(*maps, *vectors, out):
+            return self.plain(maps, vectors, out, dtype)
+        if differentiated:
+            return _Differentiated.apply(self, dtype, *maps, *vectors)
+        out = destination(like, out, dtype)
+        self.launch(maps, vectors, out, None)
+        return out
+
+    def parts(self, tensors: Sequence[Any]) -> tuple[Maps, Vectors]:
+        maps = len(tensors) - 2 * self.norms
+        return tensors[:maps], tensors[maps:]
+
+
+def _first(maps: Maps) -> Tensor:
+    """The result is like this one."""
+    return next(x for x in maps if x is not None)
+
+
+class _Differentiated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, operation: Operation, dtype: torch.dtype, *tensors: Vector) -> Tensor:
+        maps, vectors = operation.parts(tensors)
+        like = _first(maps)
+        out = empty_channels_last(like.shape, dtype, like.device)
+        stats = like.new_empty(
+            (2 * operation.norms, len(like), operation.groups), dtype=torch.float32
+        )
+        operation.launch(maps, vectors, out, stats)
+        # Some of it for second derivatives alone.
+        ctx.save_for_backward(stats, out if operation.backward_reads_out else None, *tensors)
+        ctx.operation, ctx.dtype = operation, dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        stats, out, *tensors = ctx.saved_tensors
+        operation: Operation = ctx.operation
+        wanted = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled():
+
+            def plain(*tensors: Vector) -> Tensor:
+                return operation.plain(*operation.parts(tensors), None, ctx.dtype)
+
+            return None, None, *differentiable(plain, tensors, wanted, dout)
+        maps, vectors = operation.parts(tensors)
+        batch, channels = _first(maps).shape[:2]
+        sums = stats.new_empty((len(vectors), batch, channels))
+        found = operation.launch_backward(maps, vectors, out, stats, dout, sums, wanted)
+        return None, None, *found, *summed(sums, vectors, wanted[len(maps) :])
