@@ -95,17 +95,20 @@ def test_a_try_that_was_taken_back_waits_longer():
 
 def test_the_penalty_rises_on_the_top_rung_alone_and_is_bounded():
     made = controller(steps=(4, 5), jacobian_least=0.1, jacobian_most=0.5)
-    weights = []
+    weights, exhausted = [], []
     for _ in range(6):
         made.look(1.0, 0.2)
         weights.append(made.choice.jacobian_weight)
+        exhausted.append(made.exhausted)
     assert weights == [0, 0.1, 0.2, 0.4, 0.5, 0.5]
+    assert exhausted == [False] * 5 + [True]  # the largest one has been tried
     assert made.choice.steps == 5
-    assert made.exhausted
+    made.look(5e-3, 0.2)
+    assert not made.exhausted
 
 
 def test_the_penalty_rises_for_the_backward_residual_too():
-    made = controller(refine=(0, 1))
+    made = controller(refine=(0, 1), jacobian_least=0.1)
     made.look(1e-3, 0.9)
     assert made.choice == adapting.Choice(4, 1, 0.0)
     assert not made.exhausted
@@ -113,7 +116,7 @@ def test_the_penalty_rises_for_the_backward_residual_too():
 
 
 def test_the_penalty_falls_back_to_what_was_configured():
-    made = controller(0.25, steps=(4, 5), patience=1)
+    made = controller(0.25, steps=(4, 5), patience=1, jacobian_least=0.1)
     for _ in range(4):
         made.look(1.0, 0.2)
     assert made.choice.jacobian_weight == 2.0
@@ -128,7 +131,7 @@ def test_the_penalty_falls_back_to_what_was_configured():
 
 
 def test_no_penalty_is_lowered_on_the_top_rung_without_room():
-    made = controller(steps=(9,), patience=1)
+    made = controller(steps=(9,), patience=1, room=0.5, jacobian_least=0.1)
     made.look(1.0, 0.2)
     assert made.choice.jacobian_weight == 0.1
     for _ in range(20):
@@ -187,7 +190,7 @@ def test_another_ladder_after_a_resume():
         (["adapt.refine=[-1,1]"], "adapt.refine must be rising integers of at least 0"),
         (["adapt.steps=5"], "adapt.steps must be a list such as"),
         (["adapt.forward=0"], "adapt.forward must be above 0"),
-        (["adapt.jacobian_most=0.01"], "adapt.jacobian_most must be at least 0.1"),
+        (["adapt.jacobian_most=0.01"], "adapt.jacobian_most must be at least 0.5"),
         (["adapt.enabled=1"], "adapt.enabled must be bool"),
         ([*ADAPT, "gradient=jfb"], "for another gradient, or with gradient.tolerance, set adapt."),
         ([*ADAPT, "gradient.tolerance=0.1"], "with gradient.tolerance, set adapt.enabled=false"),
@@ -316,6 +319,17 @@ def test_nothing_is_judged_by_unrolled_steps(trainer):
     made = trainer("pretrain_steps=2")
     made._prepare(1)
     assert made.model.deq.gradient == Unrolled(made.config.pretrain_layers)
+
+
+def test_a_warning_once_an_epoch(trainer):
+    made = trainer("epochs=3", "adapt.forward=1e-9", "adapt.steps=[2]", "adapt.jacobian_most=0.5")
+    texts = []
+    made.progress.say = texts.append
+    made.fit()
+    warnings = [text for text in texts if text.startswith("warning: mean residuals of ")]
+    assert len(warnings) == 3
+    assert "at step 2, with all the steps" in warnings[0]
+    assert "lower optimizer.lr, or raise adapt.forward" in warnings[0]
 
 
 def test_the_test_is_solved_as_configured(trainer):

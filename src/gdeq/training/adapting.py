@@ -135,6 +135,7 @@ class Controller:
             config.jacobian_most,
             LOWERING * config.patience,
         )
+        self.exhausted = False  # at the last look there was nothing left to raise
 
     @property
     def choice(self) -> Choice:
@@ -147,16 +148,11 @@ class Controller:
         # Judged before the ladders move: the top rung has to be tried first.
         pressed = any(ladder.at_top and ladder.above(value) for ladder, value in seen)
         room = all(ladder.has_room(value) for ladder, value in seen)
+        self.exhausted = pressed and self.penalty.weight == self.penalty.most
         for ladder, value in seen:
             ladder.look(value)
         self.penalty.look(pressed, room)
         return self.choice if self.choice != before else None
-
-    @property
-    def exhausted(self) -> bool:
-        """There is nothing left to raise: on the top rung with the largest penalty."""
-        tops = self.forward.at_top or self.backward.at_top
-        return tops and self.penalty.weight == self.penalty.most > 0
 
     def state(self) -> dict[str, Any]:
         return {

@@ -152,10 +152,10 @@ class AdaptConfig:
     every: int = 50  # training steps between two looks
     steps: tuple[int, ...] = (4, 5, 6, 7, 9, 12, 15, 18)  # solver.max_iter; the last: the budget
     refine: tuple[int, ...] = (0, 1, 2, 3, 5)  # gradient.refine
-    room: float = 0.5  # below this share of the target one rung down is tried
+    room: float = 0.3  # below this share of the target one rung down is tried
     patience: int = 2  # after so many such looks in a row
-    jacobian_least: float = 0.1  # weight of the penalty when the budget does not suffice, at first
-    jacobian_most: float = 4.0  # and at most
+    jacobian_least: float = 0.5  # weight of the penalty when the budget does not suffice, at first
+    jacobian_most: float = 16.0  # and at most
 
     def __post_init__(self) -> None:
         check_flag(self, "enabled")

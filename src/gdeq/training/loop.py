@@ -94,6 +94,7 @@ class Trainer:
         self.step = 0
         adapt = config.adapt
         self.controller = Controller(adapt, config.jacobian_weight) if adapt.enabled else None
+        self.told: int | None = None  # the epoch of its last warning
         self.memory = Memory() if adapt.enabled else None  # of recordings that take turns
         self.penalised = False  # whether the step under way has the Jacobian penalty
         # Its weight; on a GPU a step reads it where it lies.
@@ -298,16 +299,16 @@ class Trainer:
         self.sums.look()
         measured = {name: figures[name] for name in ("residual", "backward_residual")}
         choice = self.controller.look(**measured)
-        if choice is None:
-            return
-        record = {"kind": "adapt", "step": self.step, "epoch": epoch}
-        self._write({**record, **choice.figures(), **measured})
-        if self.controller.exhausted:
+        if choice is not None:
+            record = {"kind": "adapt", "step": self.step, "epoch": epoch}
+            self._write({**record, **choice.figures(), **measured})
+        if self.controller.exhausted and epoch != self.told:
+            self.told = epoch
             self._say(
-                f"warning: the largest budget of adapt.steps and adapt.refine and the largest "
-                f"Jacobian penalty are in use at step {self.step} (mean residuals "
-                f"{measured['residual']:.1e} forward, {measured['backward_residual']:.1e} "
-                "backward): lower optimizer.lr, or raise adapt.forward or adapt.backward"
+                f"warning: mean residuals of {measured['residual']:.1e} forward and "
+                f"{measured['backward_residual']:.1e} backward at step {self.step}, with all the "
+                "steps and penalty that adapt.steps, adapt.refine and adapt.jacobian_most allow: "
+                "lower optimizer.lr, or raise adapt.forward or adapt.backward"
             )
 
     def _in_use(self) -> dict[str, Any]:
