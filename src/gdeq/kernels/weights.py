@@ -21,7 +21,6 @@ recorded.  Arithmetic is float32.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,18 +30,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gdeq.kernels import available
-
-try:
-    import triton
-    import triton.language as tl
-
-    jit = triton.jit
-except ImportError:  # the plain functions remain
-
-    def jit(function: Any) -> Any:
-        return function
-
+from gdeq.kernels.autograd import differentiable, differentiates
+from gdeq.kernels.choice import available, on_device
+from gdeq.kernels.jit import jit, tl, triton
 
 ALIGNMENT = 64  # numbers: cuDNN's fast kernels want each weight to start at a multiple of 16 bytes
 INDEX_LIMIT = 2**31  # offsets within one row are 32-bit integers
@@ -357,28 +347,30 @@ def merge(merged: Sequence[Merged], dtype: torch.dtype, plans: Plans | None = No
     if not tensors or not _runs(tensors):
         return merge_plain(merged, dtype)
     plan = (plans or Plans()).find(merged, tensors)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if differentiates(*tensors):
         return list(_Merge.apply(plan, merged, dtype, *tensors))
-    return plan.outputs(_launch(plan, dtype)[0])
+    return plan.outputs(_merged(plan, dtype)[0])
 
 
-def _launch(plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _merged(plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     device = plan.table.device
     buffer = torch.empty(plan.out_size, dtype=dtype, device=device)
     norms = torch.empty(plan.rows, dtype=torch.float32, device=device)
-    tuning = TUNING["forward"]
-    with _on_device(device):
-        _merge_kernel[(triton.cdiv(plan.rows, tuning.rows),)](
+    _launch(_merge_kernel, TUNING["forward"], plan, buffer, norms)
+    return buffer, norms
+
+
+def _launch(kernel: Any, tuning: Tuning, plan: Plan, *arguments: Tensor) -> None:
+    with on_device(plan.table):
+        kernel[(triton.cdiv(plan.rows, tuning.rows),)](
             plan.table,
             plan.rows,
-            buffer,
-            norms,
+            *arguments,
             ROWS=tuning.rows,
             PIXELS=triton.next_power_of_2(plan.pixels),
             CHANNELS=tuning.channels,
             num_warps=tuning.warps,
         )
-    return buffer, norms
 
 
 class _Merge(torch.autograd.Function):
@@ -386,7 +378,7 @@ class _Merge(torch.autograd.Function):
     def forward(
         ctx: Any, plan: Plan, merged: Sequence[Merged], dtype: torch.dtype, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        buffer, norms = _launch(plan, dtype)
+        buffer, norms = _merged(plan, dtype)
         ctx.save_for_backward(norms, *tensors)
         # Without the tensors: they would be kept beyond the graph's own release.
         ctx.plan, ctx.dtype = plan, dtype
@@ -397,8 +389,17 @@ class _Merge(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
         norms, *tensors = ctx.saved_tensors
         wanted = ctx.needs_input_grad[3:]
-        if torch.is_grad_enabled():  # second derivatives are wanted: PyTorch has them
-            return None, None, None, *_differentiable(ctx, tensors, wanted, incoming)
+        if torch.is_grad_enabled():
+
+            def plain(*tensors: Tensor) -> list[Tensor]:
+                rest = iter(tensors)
+                merged = []
+                for gains, own_inputs in ctx.form:
+                    parts = (Convolution(next(rest), next(rest) if g else None) for g in gains)
+                    merged.append(Merged(tuple(parts), own_inputs))
+                return merge_plain(merged, ctx.dtype)
+
+            return None, None, None, *differentiable(plain, tensors, wanted, incoming)
         plan: Plan = ctx.plan
         device = plan.table.device
         gathered = torch.empty(plan.out_size, dtype=ctx.dtype, device=device)
@@ -407,20 +408,8 @@ class _Merge(torch.autograd.Function):
         torch._foreach_copy_(places, [e.permute(0, 2, 3, 1).reshape(-1) for e in incoming])
         dweights = torch.empty(plan.grad_size, dtype=torch.float32, device=device)
         dgains = torch.empty(plan.rows, dtype=torch.float32, device=device)
-        tuning = TUNING["backward"]
-        with _on_device(device):
-            _merge_backward_kernel[(triton.cdiv(plan.rows, tuning.rows),)](
-                plan.table,
-                plan.rows,
-                gathered,
-                norms,
-                dweights,
-                dgains,
-                ROWS=tuning.rows,
-                PIXELS=triton.next_power_of_2(plan.pixels),
-                CHANNELS=tuning.channels,
-                num_warps=tuning.warps,
-            )
+        arguments = gathered, norms, dweights, dgains
+        _launch(_merge_backward_kernel, TUNING["backward"], plan, *arguments)
         found: list[Tensor | None] = []
         rest = iter(zip(tensors, wanted, strict=True))
         gains = [gain for parts, _ in ctx.form for gain in parts]
@@ -433,24 +422,3 @@ class _Merge(torch.autograd.Function):
                 dgain = dgains[row : row + len(weight)]
                 found.append(dgain.view(parameter.shape) if asked else None)
         return None, None, None, *found
-
-
-def _differentiable(
-    ctx: Any, tensors: Sequence[Tensor], wanted: Sequence[bool], incoming: Sequence[Tensor]
-) -> list[Tensor | None]:
-    rest = iter(tensors)
-    merged = [
-        Merged(tuple(Convolution(next(rest), next(rest) if g else None) for g in gains), own)
-        for gains, own in ctx.form
-    ]
-    targets = [tensor for tensor, asked in zip(tensors, wanted, strict=True) if asked]
-    results = merge_plain(merged, ctx.dtype)
-    found = iter(torch.autograd.grad(results, targets, incoming, create_graph=True))
-    return [next(found) if asked else None for asked in wanted]
-
-
-def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the tensors'."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return contextlib.nullcontext()
