@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import gdeq
+from gdeq.recording import Memory
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -55,6 +56,7 @@ def batches(device, count):
 GRADIENTS = [
     gdeq.GDEQ(),
     gdeq.GDEQ(refine=2),
+    gdeq.Measured(gdeq.GDEQ()),
     gdeq.JFB(),
     gdeq.NPG(),
     gdeq.Implicit(gdeq.Broyden(10, 1e-5), double_backward=False),
@@ -104,6 +106,26 @@ def test_a_recorded_solve_ends_when_all_samples_are_done():
             assert codes.tolist() == deq.solution.codes.tolist()
             assert trace.isfinite().all()
     assert len(step.graph.parts) == 3
+
+
+@cuda
+def test_recordings_that_share_their_memory_take_turns():
+    device = torch.device("cuda")
+    plain, graph = Training(device, gdeq.GDEQ()), Training(device, gdeq.GDEQ())
+    ways = [(gdeq.Broyden(n, 0.0), gdeq.GDEQ(refine=k)) for n, k in ((4, 0), (7, 2), (5, 1))]
+    memory = Memory()
+    steps = [gdeq.capture(graph.step, warmup=2, memory=memory) for _ in ways]
+    order = [0] * 4 + [1] * 4 + [0] * 2 + [2] * 4 + [0, 1, 2, 1, 0, 2]
+    kept = []
+    for number, (x, y) in zip(order, batches(device, len(order)), strict=True):
+        for training in (plain, graph):
+            training.model[1].solver, training.model[1].gradient = ways[number]
+        expected, found = plain.step(x, y), steps[number](x, y)
+        kept.append((expected["loss"].detach(), found["loss"]))
+    assert all(step.graph is not None for step in steps)
+    assert len({step.graph.pool for step in steps}) == 1
+    for expected, found in kept:  # results stay, whatever was played after them
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 @cuda

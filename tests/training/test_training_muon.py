@@ -9,6 +9,7 @@ import training_runs
 from torch import nn
 from training_runs import RICH, TINY, assert_same_run, checkpoints
 
+from gdeq.capture import capture
 from gdeq.models.mdeq import mdeq
 from gdeq.regularize import weight_norm
 from gdeq.training import config as configs
@@ -222,3 +223,34 @@ def test_trains_as_well_as_the_preset(tmp_path):
         runs.train(place, configs.load("digits", [*common, *settings]))
         losses[name] = training_runs.metrics(place)[-1]["test_loss"]
     assert losses["muon"] < losses["adam"] + 0.02
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("scale", ["shape", "relative"])
+def test_recorded_on_a_gpu(scale):
+    """In bf16 and stacks that are filled up; recorded and not, and near the CPU's float32."""
+    plain, graph = (layers().float().cuda() for _ in range(2))
+    on_cpu = layers().float()
+    rate = torch.tensor(0.1, device="cuda")
+    makers = [optimizer_of(m, rate, 0.5, scale=scale) for m in (plain, graph)]
+    alone = optimizer_of(on_cpu, 0.1, 0.5, scale=scale)
+
+    def update(x):
+        for p in graph.parameters():
+            p.grad = torch.cos(p.detach() * 100 + x)
+        makers[1].step()
+
+    step = capture(update, warmup=2)
+    for number in range(6):
+        for model in (plain, on_cpu):
+            for p in model.parameters():
+                p.grad = torch.cos(p.detach() * 100 + number)
+        makers[0].step()
+        if number == 0:  # later ones drift apart, as gradients follow the weights
+            alone.step()
+            for found, expected in zip(plain.parameters(), on_cpu.parameters(), strict=True):
+                torch.testing.assert_close(found.cpu(), expected, rtol=0.02, atol=0.01)
+        step(torch.tensor(float(number), device="cuda"))
+    assert step.graph is not None
+    for found, expected in zip(graph.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
