@@ -12,6 +12,9 @@ also brings Jᵀw to the input node, and the output node sends v − w there, so
     r = v − w + Jᵀw = v − (I − Jᵀ) w,
 
 the residual of the adjoint equation: the error of the gradient is measured in passing.
+
+A w that needs no product with J (JFB, plain GDEQ) needs neither the input node nor f's values:
+there one node leads from the tensors of f(z*) to those of z*.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from gdeq.solution import BackwardRecord, Cotangent, Solution, Status
 from gdeq.solve import check_solver, solve_space
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
-from gdeq.state import State, StateSpace, Vectorized, full_precision
+from gdeq.state import State, StateSpace, Vectorized, VectorMap, full_precision
 
 
 @dataclass
@@ -42,6 +45,39 @@ class _Link:
     v: Tensor | None = None  # (batch, d) of the backward pass under way
     noise: Tensor | None = None  # (batch,) the residual norm that its w leaves behind
     twice: bool = False  # a backward pass was itself differentiated
+
+
+class _Direct(torch.autograd.Function):
+    """z* where w needs no product with J: a function of the tensors of f(z*) alone.
+
+    Of these only the graph is used, not the values, so no batched vector of them is made.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        link: _Link,
+        space: StateSpace,
+        z: list[Tensor],
+        inside: Tensor | None,
+        *out: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.link, ctx.space, ctx.inside = link, space, inside
+        ctx.dtypes = [leaf.dtype for leaf in out]
+        # The user may change them in place; f's graph and the record hold z.
+        return tuple(space.copies(z))
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
+        link: _Link = ctx.link
+        if torch.is_grad_enabled():  # the caller asked for create_graph=True
+            _check_second_order(link.gradient)
+        with full_precision(incoming[0].device):
+            v = ctx.space.join(incoming)
+            found = link.gradient.cotangent(v, _no_vjp, link.solution)
+            link.solution.record.write(link.gradient, found)
+            w = found.w if ctx.inside is None else torch.where(ctx.inside, found.w, 0.0)
+            return None, None, None, None, *ctx.space.split(w, ctx.dtypes)
 
 
 class _Input(torch.autograd.Function):
@@ -65,7 +101,7 @@ class _Output(torch.autograd.Function):
     """The fixed point as a function of f's output and input."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, out: Tensor, z_in: Tensor | None, link: _Link) -> Tensor:
+    def forward(ctx: Any, z: Tensor, out: Tensor, z_in: Tensor, link: _Link) -> Tensor:
         ctx.link = link
         ctx.save_for_backward(out, z_in)
         return z.clone()  # the user may change it in place; f's graph and the record hold z
@@ -79,10 +115,6 @@ class _Output(torch.autograd.Function):
             link.twice = True
         out, z_in = ctx.saved_tensors
         with full_precision(v.device):
-            if z_in is None:
-                found = link.gradient.cotangent(v, _no_vjp, link.solution)
-                link.solution.record.write(link.gradient, found)
-                return None, found.w, None, None
             with torch.no_grad():
                 found = _scaled_cotangent(link, v, _vjp(out, z_in))
             link.solution.record.write(link.gradient, found)
@@ -192,15 +224,15 @@ def _check_second_order(gradient: Gradient) -> None:
     )
 
 
+def _link(gradient: Gradient, solution: Solution) -> _Link:
+    # The graph outlives the step in which it was made: it must not hold a store it does not use.
+    return _Link(gradient, solution if gradient.uses_inverse else replace(solution, inverse=None))
+
+
 def _attach(f: Vectorized, z: Tensor, gradient: Gradient, solution: Solution) -> Tensor:
     """z, with gradients to all that f closes over.  z: (batch, d), a fixed point of f."""
-    # The graph outlives the step in which it was made: it must not hold a store it does not use.
-    needed = solution if gradient.uses_inverse else replace(solution, inverse=None)
-    link = _Link(gradient, needed)
+    link = _link(gradient, solution)
     with torch.enable_grad():
-        if not gradient.uses_vjp:
-            out = f(z)
-            return _Output.apply(z, out, None, link) if out.requires_grad else z
         token = torch.zeros((), device=z.device, requires_grad=True)
         z_in = _Input.apply(token, z, link)
         out = f(z_in)
@@ -210,6 +242,18 @@ def _attach(f: Vectorized, z: Tensor, gradient: Gradient, solution: Solution) ->
             z_in = _Remainder.apply(z, out, z_in, link)
             out = f(z_in)
         return _Output.apply(z, out, z_in, link)
+
+
+def _attach_directly(f: VectorMap, z: Tensor, gradient: Gradient, solution: Solution) -> State:
+    """The same where w needs no product with J, in the user's terms.  z: (batch, d)"""
+    space = f.space
+    leaves = space.leaves(solution.z, "z", cast=False)
+    with torch.enable_grad():
+        out = f.leaves(leaves)
+        if not any(leaf.requires_grad for leaf in out):
+            return solution.z
+        link = _link(gradient, solution)
+        return space.state(_Direct.apply(link, space, leaves, f.inside(z), *out))
 
 
 @torch.compiler.disable
@@ -226,22 +270,37 @@ def fixed_point(
     solver: finds the fixed point; None, for `Unrolled` alone, starts from z0 as it is.
     gradient: how ∂ℓ/∂z becomes a gradient; `Implicit` is exact, `GDEQ` reuses Broyden's inverse.
     """
+    z, record = solve_and_attach(f, z0, solver, gradient)
+    return replace(record, z=z)
+
+
+def solve_and_attach(
+    f: Callable[[State], State], z0: State, solver: Solver | None, gradient: Gradient
+) -> tuple[State, Solution]:
+    """`fixed_point`: z with its gradients, and the solution.
+
+    The solution's own z is the same tensors where z has no gradients or is unrolled.  Else it is
+    without gradients, in memory of its own that f's graph reads: it must not be changed in place.
+    """
     check_pair(solver, gradient)
     space = StateSpace(z0)
     on_vectors = space.vectorize(f)
     start = space.start(z0)
     if isinstance(gradient, Unrolled):
-        return _unrolled(on_vectors, start, space, solver, gradient)
+        solution = _unrolled(on_vectors, start, space, solver, gradient)
+        return solution.z, solution
     assert solver is not None
     z, solution = solve_space(on_vectors, start.detach(), space, solver)
     if not torch.is_grad_enabled():
-        return solution
+        return solution.z, solution
     # Autocast keeps the half-precision copies of weights that it made without autograd in the
     # solve; used again, they would cut the weights off from their gradients.
     torch.clear_autocast_cache()
     with full_precision(space.device):
-        z = _attach(on_vectors, z, gradient, solution)
-    return replace(solution, z=space.unpack(z))
+        if not gradient.uses_vjp:
+            return _attach_directly(on_vectors, z, gradient, solution), solution
+        attached = _attach(on_vectors, z, gradient, solution)
+    return solution.z if attached is z else space.unpack(attached), solution
 
 
 def _unrolled(

@@ -11,7 +11,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
-from gdeq.fixed_point import check_pair, fixed_point
+from gdeq.fixed_point import check_pair, solve_and_attach
 from gdeq.gradients import GDEQ, Gradient
 from gdeq.options import describe
 from gdeq.regularize import hold
@@ -85,7 +85,7 @@ class DEQ(nn.Module):
             self._warn_of_unsteady_parts()
         with hold(self.cell):
             try:
-                solution = fixed_point(
+                z, solution = solve_and_attach(
                     lambda z: self.cell(z, *inputs, **options), z0, self.solver, self.gradient
                 )
             except Exception as problem:
@@ -96,9 +96,10 @@ class DEQ(nn.Module):
                         "initial_state(x)"
                     )
                 raise
-        # A copy: it stays what it is when the caller works on the output in place.
-        self.solution = replace(solution, z=copied(solution.z))
-        return solution.z
+        if solution.z is z:  # it must stay what it is when the caller works on the output in place
+            solution = replace(solution, z=copied(z))
+        self.solution = solution
+        return z
 
     def _initial_state(self, *inputs: Any, **options: Any) -> State:
         make = getattr(self.cell, "initial_state", None)

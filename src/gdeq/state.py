@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from gdeq.kernels import choice
 
 State = Any  # a tensor, or any nesting of tuples, lists and dicts of tensors
 Vectorized = Callable[[Tensor], Tensor]  # (batch, d) -> (batch, d)
@@ -134,14 +136,48 @@ class StateSpace:
         for dtype in self.dtypes:
             self.dtype = torch.promote_types(self.dtype, dtype)
 
-    def _join(self, leaves: list[Tensor]) -> Tensor:
+    def join(self, leaves: Sequence[Tensor]) -> Tensor:  # -> (batch, d)
+        """The tensors of a state as one batched vector; a single one may be shared."""
+        parts = self._in_order(leaves)
+        kernels = self._kernels(leaves[0], [leaf.dtype for leaf in leaves])
+        if kernels is not None:
+            return kernels.join([part.reshape(self.batch, -1) for part in parts], self.dtype)
         rows = [
-            leaf.to(self.dtype).reshape(self.batch, size)
-            for leaf, size in zip(self._in_order(leaves), self.sizes, strict=True)
+            part.to(self.dtype).reshape(self.batch, size)
+            for part, size in zip(parts, self.sizes, strict=True)
         ]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
 
-    def _in_order(self, leaves: list[Tensor]) -> list[Tensor]:
+    def split(self, flat: Tensor, dtypes: Sequence[torch.dtype]) -> list[Tensor]:  # (batch, d)
+        """The inverse of `join`, in these dtypes."""
+        kernels = self._kernels(flat, dtypes)
+        if kernels is not None:
+            parts = kernels.split(flat, self.sizes, dtypes[0])
+            return [self._shaped(part, i) for i, part in enumerate(parts)]
+        parts = [flat] if len(self.sizes) == 1 else list(flat.split(self.sizes, dim=1))
+        return [
+            self._shaped(part, i).to(dtype)
+            for i, (part, dtype) in enumerate(zip(parts, dtypes, strict=True))
+        ]
+
+    def _kernels(self, x: Tensor, dtypes: Sequence[torch.dtype]) -> Any:
+        """The module where `join` and `split` are one launch each; None where plain ones run."""
+        if len(dtypes) == 1 or min(self.sizes) == 0 or choice.chosen(x) != "triton":
+            return None
+        from gdeq.kernels import state  # noqa: PLC0415 (needs Triton)
+
+        return state if state.takes(self.batch, dtypes) else None
+
+    def copies(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """The same in memory of their own; one operation where they lie in one buffer."""
+        buffer = _as_one_buffer(self._in_order(leaves))
+        if buffer is None:
+            return [leaf.clone() for leaf in leaves]
+        pieces = buffer.clone().split([leaf.numel() for leaf in leaves])
+        # As .data: views of one buffer could not be changed in place, one without the others.
+        return [self._shaped(piece, i).data for i, piece in enumerate(pieces)]
+
+    def _in_order(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """The tensors with their dimensions in the order of memory."""
         return [
             leaf.permute(0, 2, 3, 1) if last else leaf
@@ -158,7 +194,7 @@ class StateSpace:
 
     def pack(self, z: State) -> Tensor:  # -> (batch, d)
         """A state of this layout as one batched vector."""
-        return self._join(self._leaves(z, "the state", cast=True))
+        return self.join(self.leaves(z, "the state", cast=True))
 
     def start(self, z0: State) -> Tensor:  # -> (batch, d)
         """`pack`, in memory of its own: what is found must not change with the user's z0."""
@@ -167,14 +203,13 @@ class StateSpace:
 
     def unpack(self, flat: Tensor) -> State:  # flat: (batch, d)
         """The state that a batched vector stands for, in its own shapes and dtypes."""
-        parts = [flat] if len(self.sizes) == 1 else list(flat.split(self.sizes, dim=1))
-        leaves = [
-            self._shaped(part, i).to(dtype)
-            for i, (part, dtype) in enumerate(zip(parts, self.dtypes, strict=True))
-        ]
-        return _rebuild(self.structure, leaves)
+        return self.state(self.split(flat, self.dtypes))
 
-    def _leaves(self, value: State, who: str, cast: bool) -> list[Tensor]:
+    def state(self, leaves: Sequence[Tensor]) -> State:
+        """The tensors in their structure."""
+        return _rebuild(self.structure, list(leaves))
+
+    def leaves(self, value: State, who: str, cast: bool) -> list[Tensor]:
         found: list[tuple[str, Tensor]] = []
         structure = _flatten(value, who, found, self.structure)
         if not _same_structure(structure, self.structure):
@@ -200,14 +235,6 @@ class StateSpace:
     def vectorize(self, f: Callable[[State], State]) -> VectorMap:
         """f on batched vectors, called under the autocast state that holds here and now."""
         return VectorMap(self, f)
-
-    def _in_range(self, flat: Tensor) -> Tensor:  # (batch, d) -> (batch, 1)
-        limits = [
-            torch.finfo(dtype).max if dtype == torch.float16 else torch.inf for dtype in self.dtypes
-        ]
-        parts = flat.split(self.sizes, dim=1)
-        inside = [(part.abs() <= limit).all(1) for part, limit in zip(parts, limits, strict=True)]
-        return torch.stack(inside).all(0).unsqueeze(1)
 
     def precision(self) -> float:
         """The spacing of the numbers that f computes with, under the autocast state of now."""
@@ -239,11 +266,24 @@ class VectorMap:
             self.starts.append(self.starts[-1] + space.batch * size)
 
     def __call__(self, flat: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
-        joined = self.space._join(self._call(self.space.unpack(flat), flat))
-        if torch.float16 in self.space.dtypes:
-            # z is kept in float32 and may leave the range of float16, which f need not show.
-            joined = torch.where(self.space._in_range(flat), joined, torch.nan)
-        return joined
+        joined = self.space.join(self.leaves(self.space.split(flat, self.space.dtypes)))
+        inside = self.inside(flat)
+        return joined if inside is None else torch.where(inside, joined, torch.nan)
+
+    def inside(self, flat: Tensor) -> Tensor | None:  # (batch, d) -> (batch, 1)
+        """Where f can be given z at all; None where that is everywhere.
+
+        z is kept in float32 and may leave the range of float16, which f need not show.
+        """
+        if torch.float16 not in self.space.dtypes:
+            return None
+        limits = [
+            torch.finfo(dtype).max if dtype == torch.float16 else torch.inf
+            for dtype in self.space.dtypes
+        ]
+        parts = flat.split(self.space.sizes, dim=1)
+        within = [(part.abs() <= limit).all(1) for part, limit in zip(parts, limits, strict=True)]
+        return torch.stack(within).all(0).unsqueeze(1)
 
     @property
     def parts_dtype(self) -> torch.dtype | None:
@@ -259,7 +299,7 @@ class VectorMap:
             space._shaped(parts[low:high], i)
             for i, (low, high) in enumerate(itertools.pairwise(self.starts))
         ]
-        found = space._in_order(self._call(_rebuild(space.structure, leaves), parts))
+        found = space._in_order(self.leaves(leaves))
         adjacent = _as_one_buffer(found)
         if adjacent is not None:
             return adjacent
@@ -267,20 +307,22 @@ class VectorMap:
             found = [leaf.to(space.dtype) for leaf in found]
         return torch.cat([leaf.reshape(-1) for leaf in found])
 
-    def _call(self, z: State, source: Tensor) -> list[Tensor]:
-        version = None if source.is_inference() else source._version
+    def leaves(self, z: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of f(z) for those of z."""
+        versions = [None if leaf.is_inference() else leaf._version for leaf in z]
         with (
             torch.autocast(self.kind, dtype=self.autocast_dtype)
             if self.autocast
             else contextlib.nullcontext()
         ):
-            out = self.f(z)
-        if version is not None and source._version != version:
+            out = self.f(self.space.state(z))
+        now = [None if leaf.is_inference() else leaf._version for leaf in z]
+        if now != versions:
             raise StateError(
                 "f changed its argument z in place; the solver still needs it: use operations "
                 "that return a new tensor (nn.ReLU(inplace=False), z = z + ... for z += ...)"
             )
-        return self.space._leaves(out, "f(z)", cast=self.autocast)
+        return self.space.leaves(out, "f(z)", cast=self.autocast)
 
 
 def _as_one_buffer(leaves: list[Tensor]) -> Tensor | None:

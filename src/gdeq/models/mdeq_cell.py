@@ -169,7 +169,7 @@ class MDEQCell(nn.Module):
         parts = []
         for channels in self.config.channels:
             shape = (batch, channels, height, width)
-            zeros = torch.zeros(shape, dtype=dtype, device=injection.device)
-            parts.append(zeros.to(memory_format=order))
+            part = torch.empty(shape, dtype=dtype, device=injection.device, memory_format=order)
+            parts.append(part.zero_())
             height, width = halve(height), halve(width)
         return tuple(parts)
