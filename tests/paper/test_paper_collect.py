@@ -1,0 +1,212 @@
+"""Tables and figures from whatever part of the runs exists."""
+
+import csv
+import json
+import statistics
+
+import pytest
+import report_runs
+
+from gdeq.paper import collecting, plan, reading, studies, table2
+
+
+def make(folder, name, accuracy=None, seconds=100.0, **changes):
+    """A run of the plan, as if it had been trained."""
+    planned = next(run for run in plan.make_plan() if run.name == name)
+    gradient = next((s[9:] for s in planned.settings if s.startswith("gradient=")), "gdeq")
+    steps = 50 if planned.pretrain else 0
+    path = report_runs.make_run(
+        folder / name, gradient, seed=planned.seed, pretrain_steps=steps, **changes
+    )
+    if accuracy is not None:
+        summary = json.loads((path / "summary.json").read_text())
+        summary |= {"test_accuracy": accuracy, "train_seconds": seconds}
+        (path / "summary.json").write_text(json.dumps(summary))
+    return path
+
+
+def compared(path, epoch, cosine=0.9, method="GDEQ", batches=3, **changes):
+    record = {
+        **{"epoch": epoch, "method": method, "vjps": 0, "cosine": cosine},
+        **{"relative_error": 0.4, "adjoint_residual": 0.5, "forward_residual": 1e-3},
+        **{"exact_residual": 2e-6, "exact_forward_residual": 1e-6},
+        **{"spectral_radius": 0.7, "spectral_radius_max": 0.9, **changes},
+    }
+    with (path / "similarity.jsonl").open("a") as file:
+        for batch in range(batches):
+            file.write(json.dumps({**record, "batch": batch}) + "\n")
+
+
+def rows_of(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def row_of(text, label):
+    line = next(line for line in text.splitlines() if line.startswith(f"| {label} |"))
+    return [cell.strip() for cell in line.strip("| ").split("|")]
+
+
+def some_of_it(folder):
+    """Some of everything, and much of it missing."""
+    for seed, accuracy in enumerate((93.0, 93.4, 93.5)):
+        make(folder, f"gdeq-seed{seed}", accuracy, 100.0 + seed)
+    make(folder, "implicit-seed0", 92.5, 220.0)
+    make(folder, "gdeq-pretrained-seed0", 94.0, 90.0)
+    make(folder, "jfb-seed0", until=3)
+    compared(folder / "gdeq-seed0", 1, 0.95)
+    compared(folder / "gdeq-seed0", 12, 0.85, exact_residual=3e-3)
+    path = make(folder, "steps04-gdeq", 80.0, solver__max_iter=4)
+    compared(path, 12, 0.75)
+    compared(path, 12, 0.99, method="GDEQ refine 1")
+    make(folder, "steps18-gdeq", 85.0, solver__max_iter=18)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory):
+    folder = some_of_it(tmp_path_factory.mktemp("collected"))
+    files = collecting.collect(folder, folder / "out")
+    assert all(file.is_file() for file in files)
+    return folder
+
+
+@pytest.fixture
+def partial(tmp_path):
+    return some_of_it(tmp_path)
+
+
+def test_table_2(collected):
+    out = collected / "out"
+    found = rows_of(out / "table2.csv")
+    head = "gradient,pretrain,seed,epochs,test_accuracy,ms_per_step,train_seconds"
+    assert (out / "table2.csv").read_text().splitlines()[0] == head
+    assert [(r["gradient"], r["pretrain"], r["seed"]) for r in found] == [
+        ("implicit", "false", "0"),
+        ("gdeq", "false", "0"),
+        ("gdeq", "true", "0"),
+        ("gdeq", "false", "1"),
+        ("gdeq", "false", "2"),
+    ]  # the unfinished one is no row
+    text = (out / "table2.md").read_text()
+    own = row_of(text, "GDEQ")
+    spread = statistics.stdev((93.0, 93.4, 93.5))
+    assert own[1] == f"93.30 ± {spread:.2f} (3 seeds)"
+    assert own[2] == "94.00 (1 of 3 seeds)"
+    assert own[4:6] == ["101", "90"]
+    assert own[6] == f"{220 / 101:.2f}×"
+    assert own[7] == "–"  # no pre-trained Implicit yet
+    assert own[8:] == ["92.01 / 93.08", "2.16×"]
+    assert row_of(text, "JFB")[1] == "unfinished: epoch 3 of 12"
+    assert row_of(text, "NPG")[1:3] == [reading.NOT_YET] * 2
+    assert "table2     5 of 17 runs finished" in collecting.progress(collected)
+
+
+def test_what_is_not_one_recipe_is_named(partial):
+    assert "Not the same" not in table2.text(reading.read_all(partial))
+    make(partial, "npg-seed0", 91.0, optimizer__lr=0.5)
+    text = table2.text(reading.read_all(partial))
+    assert "Not the same in all rows: optimizer.lr = 0.001 (Implicit, GDEQ); 0.5 (NPG)." in text
+
+
+def test_convergence(collected):
+    out = collected / "out"
+    assert (out / "convergence.png").read_bytes().startswith(b"\x89PNG")
+    runs = {r["run"] for r in rows_of(out / "convergence.csv")}
+    assert runs == {"gdeq-seed0", "gdeq-seed1", "gdeq-seed2", "implicit-seed0", "jfb-seed0"}
+    moments = rows_of(out / "convergence_moments.csv")
+    one = next(m for m in moments if m["method"] == "GDEQ" and m["level"] == "92")
+    lines = [
+        json.loads(x) for x in (collected / "gdeq-seed0/metrics.jsonl").read_text().splitlines()
+    ]
+    epochs = [r for r in lines if r["kind"] == "epoch"]
+    first = next(e for e in epochs if e["test_accuracy"] >= 92)
+    assert (float(one["seconds"]), int(one["epoch"])) == (first["seconds"], first["epoch"])
+    text = (out / "convergence.md").read_text()
+    assert row_of(text, "JFB")[2:] == ["not reached"] * 2  # in its three epochs
+    assert row_of(text, "NPG")[1:] == [reading.NOT_YET] * 3
+    assert row_of(text, "GDEQ")[2].endswith(" s")
+
+
+def test_similarity_marks_what_is_not_exact(collected):
+    out = collected / "out"
+    found = rows_of(out / "similarity.csv")
+    assert {(r["epoch"], r["exact"]) for r in found} == {("1", "yes"), ("12", "no")}
+    assert {r["spectral_radius"] for r in found} == {"0.7"}
+    text = (out / "similarity.md").read_text()
+    assert "at most 3.0e-03, at an equilibrium solved to 1.0e-06.  **Not exact in 3 mini" in text
+    assert "at most 2.0e-06, at an equilibrium solved to 1.0e-06.  Spectral radius" in text
+    assert "## similarity-gdeq, trained with GDEQ\n\nEpochs 1, 10, 20, 50: not yet run." in text
+    assert "Epochs 10: not yet run." in text  # of gdeq-seed0, which has 12
+    # Only mini-batches that were compared with something exact are drawn.
+    drawn = rows_of(out / "similarity_cosine_gdeq-seed0.csv")
+    assert {(r["epoch"], r["cosine"]) for r in drawn} == {("1", "0.95")}
+    for name in ("cosine", "error"):
+        png = out / f"similarity_{name}_gdeq-seed0.png"
+        assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_forward_steps(collected):
+    out = collected / "out"
+    made = reading.read_all(collected)
+    found = rows_of(out / "steps.csv")
+    assert len(found) == 30 + 15
+    by = {(r["method"], r["forward_steps"]): r for r in found if r["forward_tolerance"] == "0.001"}
+    few = by["GDEQ", "4"]
+    assert (few["state"], few["test_accuracy"], few["cosine"]) == ("finished", "80.0", "0.75")
+    assert few["spectral_radius"] == "0.7"
+    assert by["GDEQ", "18"]["cosine"] == ""  # its gradients were not compared
+    assert sum(r["state"] == reading.NOT_YET for r in found) == 43
+    figures = {f.name: f for f in studies.steps_figures(made)}
+    (line,) = figures["steps_accuracy"].marks
+    assert (line.label, line.points) == ("GDEQ", [(4.0, 80.0), (18.0, 85.0)])
+    (line,) = figures["steps_cosine"].marks
+    assert line.points == [(4.0, 0.75)]
+    assert (out / "steps_accuracy.png").read_bytes().startswith(b"\x89PNG")
+    assert row_of((out / "steps.md").read_text(), "NPG")[-1] == reading.NOT_YET
+
+
+def test_a_run_that_diverged_is_told(partial):
+    path = make(partial, "steps06-npg", until=2, solver__max_iter=6)
+    (path / "failed.json").write_text(json.dumps({"reason": "NaN", "steps": 44}))
+    line = next(
+        line
+        for line in studies.steps_lines(reading.read_all(partial))
+        if line[:2] == ["NPG", 6]
+    )  # fmt: skip
+    assert "failed: the loss became NaN after step 44" in line
+
+
+def test_the_page_comes_too(collected):
+    page = (collected / "out" / "report" / "report.html").read_text()
+    assert "gdeq-pretrained-seed0" in page
+    assert "steps04-gdeq" not in page
+    assert not (collected / "table2.csv").exists()  # it went where --out said
+
+
+def test_one_run_is_enough(gdeq, tmp_path):
+    make(tmp_path, "npg-seed0", 91.0, epochs=2)
+    code, said = gdeq("paper", "collect", tmp_path)
+    assert code == 0, said
+    assert row_of(said, "NPG")[1] == "91.00 (1 seed)"
+    assert row_of(said, "GDEQ")[1:3] == [reading.NOT_YET] * 2
+    assert len(rows_of(tmp_path / "table2.csv")) == 1
+    assert len(rows_of(tmp_path / "steps.csv")) == 45
+    make(tmp_path, "gdeq-seed0", 92.0, epochs=2)
+    assert gdeq("paper", "collect", tmp_path)[0] == 0
+    assert len(rows_of(tmp_path / "table2.csv")) == 2  # what was there is replaced
+
+
+def test_record_and_sprint(partial):
+    text = table2.records_text(reading.read_all(partial))
+    assert row_of(text, "record")[1] == reading.NOT_YET
+    make(partial, "record", 95.6, 720.0)
+    row = row_of(table2.records_text(reading.read_all(partial)), "record")
+    assert row[1:5] == ["finished", "12", "95.60", "12.0"]
+    assert row[5].endswith(" s")
+
+
+def test_a_folder_without_runs(gdeq, tmp_path):
+    code, said = gdeq("paper", "collect", tmp_path)
+    assert code == 1
+    assert "holds none of the paper's runs: make them with `gdeq paper run --out" in said

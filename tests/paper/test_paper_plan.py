@@ -1,0 +1,83 @@
+"""What the experiment consists of."""
+
+import pytest
+from paper_runs import SETTINGS
+
+from gdeq.paper import plan
+from gdeq.training.config import ConfigError, differences
+
+
+def in_group(name):
+    return [run for run in plan.make_plan() if run.group == name]
+
+
+def test_table_2_is_all_there():
+    made = {(r.row, r.pretrain, r.seed) for r in in_group("table2") if r.row in plan.METHODS}
+    three = {(m, p, s) for m in ("gdeq", "implicit") for p in (False, True) for s in (0, 1, 2)}
+    one = {(m, p, 0) for m in ("jfb", "npg") for p in (False, True)}
+    assert made == three | one
+    assert {r.row for r in in_group("table2")} == {*plan.METHODS, *plan.OWN}
+
+
+def test_table_2_is_one_recipe_with_the_papers_steps():
+    configs = {run.name: run.config() for run in in_group("table2") if not run.pretrain}
+    base = configs["gdeq-seed0"]
+    assert (base.solver.max_iter, base.solver.tol, base.model.size) == (18, 0.0, "large")
+    assert configs["implicit-seed0"].gradient.max_iter == 20
+    npg = configs["npg-seed0"].gradient
+    assert (npg.steps, npg.damping) == (5, 0.5)
+    for name, config in configs.items():
+        changed = {text.partition(":")[0] for text in differences(base, config)}
+        assert {key for key in changed if not key.startswith(("gradient.", "adapt."))} <= {
+            "seed",
+            "snapshots",
+        }, name
+
+
+def test_forward_steps_are_varied_for_five_methods():
+    found = {(r.row, r.config().solver.max_iter) for r in in_group("steps")}
+    assert found == {(m, n) for m in plan.STUDIED for n in (4, 6, 9, 12, 18, 27)}
+    gradients = {r.row: r.config().gradient for r in in_group("steps")}
+    assert gradients["gdeq"].refine == 0
+    assert gradients["gdeq-refine1"].refine == 1
+    assert gradients["gdeq-tolerance"].tolerance is not None
+    assert len({r.config().solver.tol for r in in_group("tolerance")}) == 3
+
+
+def test_what_tells_most_comes_first():
+    names = [run.name for run in plan.make_plan()]
+    assert set(names[:4]) == {f"{m}-seed0" for m in plan.METHODS}
+    assert names.index("gdeq-seed1") < names.index("steps04-gdeq")
+    assert all(name.replace("-", "").replace(".", "").isalnum() for name in names)
+
+
+def test_settings_for_all_have_the_last_word(few_images):
+    by_name = {run.name: run for run in plan.make_plan()}
+    config = by_name["record"].config(["epochs=3", "optimizer.lr=0.5"])
+    assert (config.epochs, config.optimizer.lr, config.snapshots) == (3, 0.5, (1,))
+    config = by_name["gdeq-seed2"].config(["epochs=3"])
+    assert (config.seed, config.gradient.name) == (2, "gdeq")
+    config = by_name["steps04-jfb"].config(["epochs=3"])
+    assert config.snapshots == (3,)  # its last epoch, wherever that is
+    config = by_name["gdeq-pretrained-seed0"].config([*SETTINGS, "epochs=5"])
+    assert config.pretrain_steps == 3  # a fifth of 15
+
+
+def test_chosen_by_name_pattern_and_group():
+    assert [r.name for r in plan.chosen(["jfb-*", "sprint"])] == [
+        *("jfb-seed0", "jfb-pretrained-seed0", "sprint")
+    ]
+    assert {r.group for r in plan.chosen(["steps"])} == {"steps"}
+    assert plan.chosen() == plan.make_plan()
+    with pytest.raises(ConfigError, match=r"no run is called 'gdeg-\*'.*table2"):
+        plan.chosen(["table2", "gdeg-*"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [("epoch=3", "did you mean 'epochs'"), ("gradient=jfb", "leave gradient=jfb out")],
+)
+def test_settings_that_cannot_be(gdeq, tmp_path, setting, message):
+    code, said = gdeq("paper", "run", "--out", tmp_path / "out", "--set", setting, "--dry-run")
+    assert code == 1
+    assert message in said

@@ -1,0 +1,233 @@
+"""Going through the plan: skipping, resuming, stopping in time."""
+
+import json
+import signal
+import tarfile
+import time
+
+import pytest
+import training_runs
+from paper_runs import SETS, SETTINGS, SMALL, only
+
+from gdeq.paper import plan, running, timing
+from gdeq.training import runs
+from gdeq.training.loop import Interrupted
+
+
+@pytest.fixture(autouse=True)
+def small(few_images, monkeypatch):
+    monkeypatch.setattr(timing, "RECORDING", 1)
+    monkeypatch.setattr(timing, "TIMED", 2)
+
+
+def contents(folder):
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*") if p.is_file()}
+
+
+def state_of(said, name):
+    """In the table at the end."""
+    return said[said.rindex("run      ") :].split(f"\n{name} ")[1].split()[0]
+
+
+def test_runs_are_made_and_not_made_again(gdeq, tmp_path):
+    out, archive = tmp_path / "out", tmp_path / "back.tar.gz"
+    chosen = only("gdeq-seed0", "jfb-pretrained-seed0")
+    code, said = gdeq("paper", "run", "--out", out, *chosen, *SMALL, "--export", archive)
+    assert code == 0, said
+    for name in ("gdeq-seed0", "jfb-pretrained-seed0"):
+        assert state_of(said, name) == "finished"
+        summary = json.loads((out / name / "summary.json").read_text())
+        epochs = [r for r in training_runs.metrics(out / name, True) if r["kind"] == "epoch"]
+        assert [e["epoch"] for e in epochs] == [1, 2]
+        assert all(e["test_accuracy"] >= 0 for e in epochs)
+        assert 0 < epochs[0]["seconds"] < epochs[1]["seconds"] == summary["train_seconds"]
+    assert summary["pretrain"] is True
+    # Its gradients were compared at once: the weights stay where they are.
+    records = training_runs.metrics(out / "gdeq-seed0")
+    found = [json.loads(x) for x in (out / "gdeq-seed0/similarity.jsonl").read_text().splitlines()]
+    assert {r["epoch"] for r in found} == {1, 2}
+    assert all(r["exact_residual"] < 1e-4 and r["relative_error"] >= 0 for r in found)
+    assert {"GDEQ", "JFB", "NPG", *(f"GDEQ refine {n}" for n in (1, 2, 3))} <= {
+        r["method"] for r in found
+    }
+    with tarfile.open(archive) as back:
+        names = back.getnames()
+    assert {"gdeq-seed0/metrics.jsonl", "gdeq-seed0/similarity.jsonl"} <= set(names)
+    assert {n.rpartition(".")[2] for n in names} == {"yaml", "json", "jsonl"}
+
+    before = contents(out)
+    code, said = gdeq("paper", "run", "--out", out, *chosen, *SMALL)
+    assert code == 0, said
+    assert "gdeq-seed0: finished, before" in said
+    assert contents(out) == before
+    assert training_runs.metrics(out / "gdeq-seed0") == records
+
+    # The same from another place: what came back from a lent machine has no weights.
+    place = tmp_path / "back"
+    with tarfile.open(archive) as back:
+        back.extractall(place, filter="data")
+    code, said = gdeq(
+        *("paper", "run", "--out", tmp_path / "new", "--finished", place),
+        *only("gdeq-seed0"),
+        *SMALL,
+    )
+    assert code == 0, said
+    assert "gdeq-seed0: finished, before" in said
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_killed_run_goes_on_to_the_same_end(gdeq, tmp_path):
+    zygote = training_runs.Zygote()
+    args = ["paper", "run", *only("gdeq-seed1"), *SETS, "--set", "epochs=4"]
+    try:
+        child = zygote.start(tmp_path / "log", *args, "--out", tmp_path / "out")
+        run = tmp_path / "out" / "gdeq-seed1"
+        assert training_runs.wait_until(lambda: training_runs.steps_seen(run) >= 6, child)
+        child.kill(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    finally:
+        zygote.close()
+    assert not (run / "summary.json").exists()
+    assert training_runs.checkpoints(run)
+    code, said = gdeq(*args, "--out", tmp_path / "out")
+    assert code == 0, said
+    assert "continuing at step" in said
+    code, said = gdeq(*args, "--out", tmp_path / "whole")
+    assert code == 0, said
+    whole = tmp_path / "whole" / "gdeq-seed1"
+    assert training_runs.metrics(run) == training_runs.metrics(whole)
+    name = "weights.safetensors"
+    assert (run / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_without_time_nothing_is_begun(gdeq, tmp_path):
+    out = tmp_path / "out"
+    code, said = gdeq("paper", "run", "--out", out, *only("jfb-*"), *SMALL, "--minutes", "0")
+    assert code == 0, said
+    assert state_of(said, "jfb-seed0") == "missing"
+    assert said.count("no time left") == 4  # of each, at once and in the table
+    assert not out.exists()
+
+
+class Late(running.Clock):
+    """Time enough to begin, and none after the first step."""
+
+    def __init__(self, minutes):
+        self.until = 0.0
+
+    left = 1e6
+
+
+def test_time_that_is_up_saves_and_the_rest_follows(gdeq, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    args = ("paper", "run", "--out", out, *only("jfb-seed0"), *SMALL)
+    with monkeypatch.context() as short:
+        short.setattr(running, "Clock", Late)
+        code, said = gdeq(*args, "--minutes", "5")
+    assert code == 0, said
+    assert state_of(said, "jfb-seed0") == "begun"
+    assert "stopped when the time was up, saved" in said
+    assert [p.name for p in training_runs.checkpoints(out / "jfb-seed0")] == ["step-000000001.ckpt"]
+    code, said = gdeq(*args)
+    assert code == 0, said
+    assert "continuing at step 1 of 6" in said
+    whole = runs.train(tmp_path / "whole", plan.chosen(["jfb-seed0"])[0].config(SETTINGS))
+    assert training_runs.metrics(out / "jfb-seed0") == training_runs.metrics(tmp_path / "whole")
+    assert whole["test_accuracy"] == json.loads(
+        (out / "jfb-seed0" / "summary.json").read_text()
+    )["test_accuracy"]  # fmt: skip
+
+
+def test_a_deadline_is_told_from_a_signal(tmp_path):
+    config = plan.chosen(["jfb-seed0"])[0].config(SETTINGS)
+    with pytest.raises(Interrupted) as stop:
+        runs.train(tmp_path / "run", config, until=time.monotonic())
+    assert stop.value.number == signal.SIGALRM
+    assert "stopped at step 1; continue with" in str(stop.value)
+
+
+def test_what_cannot_end_is_not_begun_but_the_next_may_be(gdeq, tmp_path, monkeypatch):
+    """A long run, and one that was begun, may be: another call goes on with them."""
+    needs = {"jfb": 1e6, "npg": 1.0, "gdeq": 1e6}
+    monkeypatch.setattr(
+        timing.Estimates, "probe", lambda self, config, done=0: needs[config.gradient.name]
+    )
+    out = tmp_path / "out"
+    runs.train(out / "gdeq-seed1", plan.chosen(["gdeq-seed1"])[0].config(SETTINGS))
+    (out / "gdeq-seed1" / "summary.json").unlink()
+    names = ("jfb-seed0", "npg-seed0", "gdeq-seed1", "record")
+    code, said = gdeq(
+        *("paper", "run", "--out", out, *only(*names), "--minutes", "60"),
+        *SMALL,
+    )
+    assert code == 0, said
+    states = {name: state_of(said, name) for name in names}
+    assert states == dict(zip(names, ("missing", *["finished"] * 3), strict=True))
+    assert "jfb-seed0: missing, needs about 16666.7 min" in said
+    assert not (out / "jfb-seed0").exists()
+
+
+def test_time_is_estimated_from_finished_runs_and_by_trying(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = plan.chosen(["jfb-seed0"])[0]
+    config = run.config(SETTINGS)
+    summary = runs.train(tmp_path / "runs" / run.name, config)
+    estimates = timing.Estimates(None)
+    estimates.learn([tmp_path / "runs" / run.name, tmp_path / "not there"])
+    pace = summary["train_seconds"] / 6
+    assert estimates.known(config) == pytest.approx(6 * pace * timing.EVALUATION + timing.START)
+    assert estimates.known(config, 4) == pytest.approx(2 * pace * timing.EVALUATION + timing.START)
+    longer = plan.chosen(["jfb-seed0"])[0].config([*SETTINGS, "epochs=20", "seed=5"])
+    assert estimates.known(longer) == pytest.approx(60 * pace * timing.EVALUATION + timing.START)
+    other = plan.chosen(["npg-seed0"])[0].config(SETTINGS)
+    assert estimates.known(other) is None
+    speed, per_epoch = timing.probe(other)
+    assert per_epoch == 3
+    assert speed.step > 0
+    assert speed.test > 0
+    assert [p.name for p in tmp_path.iterdir()] == ["runs"]  # trying leaves nothing behind
+
+
+def test_seconds_of_what_is_left():
+    speed = timing.Speed(step=2.0, unrolled_step=1.0, test=10.0)
+    config = plan.chosen(["gdeq-seed0"])[0].config(["epochs=4", "pretrain_steps=3"])
+    whole = 3 * 1.0 + 17 * 2.0 + 4 * 10.0
+    assert speed.seconds(config, per_epoch=5) == whole + timing.START
+    assert speed.seconds(config, 5, done=6) == 14 * 2.0 + 3 * 10.0 + timing.START
+
+
+def test_a_run_that_diverges_is_noted_and_the_next_begun(gdeq, tmp_path):
+    out = tmp_path / "out"
+    wild = ["--set", "optimizer.lr=1e30", "--set", "optimizer.clip=null"]
+    args = ("paper", "run", "--out", out, *only("jfb-seed0", "npg-seed0"), *SMALL, *wild)
+    code, said = gdeq(*args)
+    assert code == 0, said
+    for name in ("jfb-seed0", "npg-seed0"):
+        assert state_of(said, name) == "failed"
+        assert "NaN" in json.loads((out / name / "failed.json").read_text())["reason"]
+    before = contents(out)
+    code, said = gdeq(*args)
+    assert code == 0, said
+    assert "jfb-seed0: failed, before; delete its folder to try again" in said
+    assert contents(out) == before
+
+
+def test_other_settings_are_refused_before_anything_is_trained(gdeq, tmp_path):
+    out = tmp_path / "out"
+    args = ("paper", "run", "--out", out, *SMALL)
+    assert gdeq(*args, *only("jfb-seed0"))[0] == 0
+    code, said = gdeq(*args, *only("gdeq-seed0", "jfb-seed0"), "--set", "optimizer.lr=0.5")
+    assert code == 1
+    assert "jfb-seed0 was made with other settings (optimizer.lr: 0.03 -> 0.5)" in said
+    assert not (out / "gdeq-seed0").exists()
+    # Housekeeping is no other experiment.
+    assert gdeq(*args, *only("jfb-seed0"), "--set", "log_every=7")[0] == 0
+
+
+def test_a_dry_run_lists_all_and_writes_nothing(gdeq, tmp_path):
+    out = tmp_path / "out"
+    code, said = gdeq("paper", "run", "--out", out, *SMALL, "--dry-run")
+    assert code == 0, said
+    assert len(said.splitlines()) == len(plan.make_plan())
+    assert all(run.name in said for run in plan.make_plan())
+    assert not out.exists()
