@@ -5,8 +5,6 @@ Without a GPU the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -275,77 +273,3 @@ def test_where_the_product_form_does_not_apply_the_plain_one_runs(form):
 def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match="kernels are auto, triton, plain, off"), choice.use("gpu"):
         pass
-
-
-needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU"
-)
-
-
-def _swept(together, z, sizes, values, tol=0.0):
-    """Both forms of a sweep over given values of f; z, inverse applied, and what was noted."""
-    from gdeq.kernels import product as fused  # noqa: PLC0415
-
-    before = fused.tuning
-    fused.tuning = replace(before, together=together)
-    try:
-        dtype = values[0].dtype
-        sweep = fused.Sweep(
-            z,
-            sizes,
-            dtype,
-            gdeq.Broyden(len(values) - 1, tol),
-            torch.finfo(dtype).eps,
-            len(values) - 1,
-            None,
-        )
-        assert sweep.together is together
-        for t, value in enumerate(values):
-            if t == sweep.steps.shape[1]:
-                sweep._grow()
-            sweep.take(t, value)
-        codes, residual, at = sweep.ledger.finish()
-        found, inverse = sweep.settle(at, len(values) - 1)
-        x = torch.linspace(-1, 1, z.shape[1], device=z.device, dtype=z.dtype).expand_as(z)
-        return found.clone(), inverse.rmatvec(x.contiguous()), residual, sweep.keep.clone(), codes
-    finally:
-        fused.tuning = before
-
-
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("batch", "sizes"), [(128, [32768, 16384, 8192, 4096]), (3, [70, 5])])
-def test_programs_that_wait_for_each_other_find_what_three_kernels_find(dtype, batch, sizes):
-    wide = torch.promote_types(dtype, torch.float32)
-    z = torch.zeros(batch, sum(sizes), device="cuda", dtype=wide)
-    values = [
-        (0.8**t * torch.randn(batch * sum(sizes), device="cuda", dtype=wide)).to(dtype)
-        for t in range(12)
-    ]
-    expected = _swept(False, z, sizes, values)
-    found = _swept(True, z, sizes, values)
-    again = _swept(True, z, sizes, values)
-    close = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 2e-2}[dtype]
-    for one, other, repeated in zip(found, expected, again, strict=True):
-        assert torch.equal(one, repeated)
-        if one.is_floating_point():
-            assert (one - other).norm() <= close * other.norm()
-        else:
-            assert torch.equal(one, other)
-
-
-@needs_gpu
-def test_two_solves_at_once_do_not_wait_for_each_other():
-    sizes, batch = [200_000], 64
-    z = torch.zeros(batch, sizes[0], device="cuda")
-    values = [0.8**t * torch.randn(batch * sizes[0], device="cuda") for t in range(6)]
-    expected = _swept(True, z, sizes, values)[0]
-    streams = [torch.cuda.Stream() for _ in range(4)]
-    torch.cuda.synchronize()
-    found = []
-    for stream in streams:
-        with torch.cuda.stream(stream):
-            found.append(_swept(True, z, sizes, values)[0])
-    torch.cuda.synchronize()
-    for one in found:
-        assert torch.equal(one, expected)

@@ -44,8 +44,7 @@ def weighted_steps(total, base, weight, lane, row, length, d, count, TILE: tl.co
     for first in range(0, count, TILE):
         for i in tl.static_range(TILE):
             j = first + i
-            # Past the first cache: the kernel that calls may have been waiting for them.
-            w = tl.load(weight + j, mask=j < count, other=0.0, cache_modifier=".cg")
+            w = tl.load(weight + j, mask=j < count, other=0.0)
             # What is not used may hold anything.
             used = lane < tl.where(w != 0, length, 0)
             s = tl.load(base + tl.cast(j, tl.int64) * d + row + lane, mask=used, other=0.0)

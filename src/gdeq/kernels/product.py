@@ -1,19 +1,13 @@
-"""`gdeq.product` on a GPU: inner products, decision, combination; one kernel an iterate, or three.
+"""`gdeq.product` on a GPU, in three kernels an iterate: inner products, decision, combination.
 
 Read `gdeq.product.PlainSweep` first; each function here says which of its lines it computes.
 Vectors are cut in chunks (`gdeq.kernels.chunks`), a program takes one chunk of one sample, and sums
 go over chunks in a fixed order: the same input gives the same bits.
-
-Three kernels, `_dots`, `_judge` and `_step`, are the plain way.  `_together` is all three: the
-programs of a sample wait for each other, and what they have read for the inner products is still in
-the cache for the combination.  It needs all programs of a sample on the chip at once.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -45,16 +39,12 @@ from gdeq.solvers.base import Solver, noise_level
 
 @dataclass(frozen=True)
 class Tuning:
-    """Measured on an H200 (docs/performance.md)."""
+    """The best that was found on an H200 (docs/performance.md)."""
 
     block: int = 1024  # numbers in a chunk
-    dots_tile: int = 2  # stored steps that a program reads at once
-    step_tile: int = 2
-    dots_warps: int = 4
+    tile: int = 4  # stored steps that a program reads at once
+    dots_warps: int = 1  # sums then need no other warp
     step_warps: int = 4
-    together: bool = True  # one kernel where it can be
-    together_dots_tile: int = 2
-    together_step_tile: int = 4
 
 
 tuning = Tuning()
@@ -73,16 +63,26 @@ def _store_squares(at, g, there, here, y):
     tl.store(at + 3, tl.sum(wide * wide, 0))
 
 
-@triton.jit
-def _dots_chunk(
-    chunk, b, here, there, last_fz, base, partial, norms, d, chunks, count, column, inside,
-    in_parts, TILE: tl.constexpr, PLACES: tl.constexpr,
+@triton.jit(do_not_specialize=["count"])
+def _dots(
+    z, fz, last_fz, steps, chunk_table, partial, norms, counter, batch, d, step_stride, chunks,
+    count,
+    COUNTED: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """a_j = s_jᵀg, the new row s_jᵀs_{t−1} of G, and ‖g‖², ‖f(z)‖², ‖z‖², ‖y‖²: one chunk of each.
 
     Where squares may have overflowed or vanished, they are summed again in float64.
     """
-    kind = here.dtype
+    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if COUNTED:
+        count = tl.load(counter)
+    kind = z.dtype.element_ty
+    lane, row, length, in_rows, in_parts = place(chunk_table, b, chunk, batch, d, ALIGNED, BLOCK)
+    column, inside = row + lane, lane < length
+    here = tl.load(z + in_rows, mask=inside, other=0.0)
+    there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
+    base = steps + b * step_stride
     g = there - here
     newest = tl.zeros_like(g)
     y = tl.zeros_like(g)
@@ -115,27 +115,6 @@ def _dots_chunk(
         s = tl.load(base + where, mask=known[:, None] & inside[None, :], other=0.0).to(kind)
         tl.store(out + j, tl.sum(s * g[None, :], 1), mask=known)
         tl.store(out + PLACES + j, tl.sum(s * newest[None, :], 1), mask=known)
-    return g
-
-
-@triton.jit(do_not_specialize=["count"])
-def _dots(
-    z, fz, last_fz, steps, chunk_table, partial, norms, counter, batch, d, step_stride, chunks,
-    count,
-    COUNTED: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if COUNTED:
-        count = tl.load(counter)
-    lane, row, length, in_rows, in_parts = place(chunk_table, b, chunk, batch, d, ALIGNED, BLOCK)
-    inside = lane < length
-    here = tl.load(z + in_rows, mask=inside, other=0.0)
-    there = tl.load(fz + in_parts, mask=inside, other=0.0).to(here.dtype)
-    _dots_chunk(
-        chunk, b, here, there, last_fz, steps + b * step_stride, partial, norms, d, chunks, count,
-        row + lane, inside, in_parts, TILE, PLACES,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -162,96 +141,34 @@ def _judge(
         )  # fmt: skip
 
 
-@triton.jit
-def _step_chunk(
-    b, here, g, z, steps, parts, base, weight, lead, moves, d, count, lane, row, length,
-    in_rows, in_parts, PARTS: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into z: one chunk."""
-    inside = lane < length
-    share = tl.load(lead + b, cache_modifier=".cg")
-    total = tl.zeros_like(here)
-    if share != 0:
-        total = share * g
-        total = weighted_steps(total, base, weight + b * PLACES, lane, row, length, d, count, TILE)
-    step = total.to(steps.dtype.element_ty)
-    tl.store(base + tl.cast(count, tl.int64) * d + row + lane, step, mask=inside)
-    if tl.load(moves + b, cache_modifier=".cg") != 0:
-        here += step.to(here.dtype)
-        tl.store(z + in_rows, here, mask=inside)
-        if PARTS:
-            tl.store(parts + in_parts, here.to(parts.dtype.element_ty), mask=inside)
-
-
 @triton.jit(do_not_specialize=["count"])
 def _step(
     z, fz, steps, parts, chunk_table, weight, lead, moves, counter, batch, d, step_stride, count,
     COUNTED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
+    """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into z: one chunk."""
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if COUNTED:
         count = tl.load(counter)
+    kind = z.dtype.element_ty
     lane, row, length, in_rows, in_parts = place(chunk_table, b, chunk, batch, d, ALIGNED, BLOCK)
     inside = lane < length
     here = tl.load(z + in_rows, mask=inside, other=0.0)
-    there = tl.load(fz + in_parts, mask=inside, other=0.0).to(here.dtype)
-    _step_chunk(
-        b, here, there - here, z, steps, parts, steps + b * step_stride, weight, lead, moves, d,
-        count, lane, row, length, in_rows, in_parts, PARTS, TILE, PLACES,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["count"])
-def _together(
-    z, fz, last_fz, steps, parts, chunk_table, signals, norms, partial, scale, gram, keep, weight,
-    lead, moves, real, whole, trace, counter, batch, d, step_stride, chunks, count, most, tol,
-    precision, eps, noise, flight,
-    COUNTED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, WATCH: tl.constexpr,
-    RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr, BLOCK: tl.constexpr,
-    DOTS_TILE: tl.constexpr, STEP_TILE: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """`_dots`, then `_judge` by the last program of a sample to get there, then `_step`.
-
-    signals: programs begun; then for each sample, programs that have their inner products; then the
-    iterate whose weights are known.  All count on from one iterate to the next.  A program takes
-    its sample by the order in which it began, so the programs of all samples but the last begun are
-    on the chip, and none waits for one that is not.  One warp: see `product_judge`.
-    """
-    if COUNTED:
-        count = tl.load(counter)
-    begun = tl.atomic_add(signals, 1, sem="relaxed") - (count - 1) * batch * chunks
-    b, chunk = (begun // chunks).to(tl.int64), begun % chunks
-    lane, row, length, in_rows, in_parts = place(chunk_table, b, chunk, batch, d, ALIGNED, BLOCK)
-    inside = lane < length
-    here = tl.load(z + in_rows, mask=inside, other=0.0)
-    there = tl.load(fz + in_parts, mask=inside, other=0.0).to(here.dtype)
+    share = tl.load(lead + b)
     base = steps + b * step_stride
-    g = _dots_chunk(
-        chunk, b, here, there, last_fz, base, partial, norms, d, chunks, count,
-        row + lane, inside, in_parts, DOTS_TILE, PLACES,
-    )  # fmt: skip
-    tl.debug_barrier()
-    arrived = tl.atomic_add(signals + 1 + b, 1, sem="acq_rel")
-    known = signals + 1 + batch + b
-    if arrived == chunks * count - 1:
-        tl.debug_barrier()
-        judge(
-            b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-            batch, chunks, count, most, tol, precision, eps, noise, flight,
-            WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
-        )  # fmt: skip
-        tl.debug_barrier()
-        tl.atomic_xchg(known, count, sem="release")
-    else:
-        while tl.load(known, volatile=True) != count:
-            pass
-        tl.atomic_add(known, 0, sem="acquire")
-    tl.debug_barrier()
-    _step_chunk(
-        b, here, g, z, steps, parts, base, weight, lead, moves, d, count, lane, row, length,
-        in_rows, in_parts, PARTS, STEP_TILE, PLACES,
-    )  # fmt: skip
+    total = tl.zeros_like(here)
+    if share != 0:
+        there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
+        total = share * (there - here)
+        total = weighted_steps(total, base, weight + b * PLACES, lane, row, length, d, count, TILE)
+    step = total.to(steps.dtype.element_ty)
+    tl.store(base + tl.cast(count, tl.int64) * d + row + lane, step, mask=inside)
+    if tl.load(moves + b) != 0:
+        here += step.to(kind)
+        tl.store(z + in_rows, here, mask=inside)
+        if PARTS:
+            tl.store(parts + in_parts, here.to(parts.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -272,15 +189,6 @@ def _rebuild(
             s = tl.load(steps + b * step_stride + tl.cast(j, tl.int64) * d + column, mask=inside)
             total += s.to(total.dtype)
         tl.store(z + in_rows, total, mask=inside)
-
-
-@cache
-def _most_waiting(device: torch.device) -> int:
-    """Programs that may wait for each other: few enough for two solves at once on this device."""
-    if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
-        return 0  # the interpreter runs one program after the other
-    # A program of one warp leaves room for eight, whatever registers it takes.
-    return 4 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 class Sweep:
@@ -329,12 +237,6 @@ class Sweep:
         chunks = len(self.table)
         self.partial = z.new_empty(batch, chunks, 2, self.places)
         self.norms = torch.empty(batch, chunks, 4, dtype=torch.float64, device=device)
-        self.together = (
-            tuning.together
-            and chunks <= _most_waiting(device)
-            and chunks * batch * max_steps < 2**31  # counted in 32 bits
-        )
-        self.signals = torch.zeros(1 + 2 * batch, dtype=torch.int32, device=device)
         self.returned = self.last_fz = self.parts
 
     def any_active(self) -> bool:
@@ -390,20 +292,11 @@ class Sweep:
             "CHUNKS": 32,
         }
         moving = {"ALIGNED": self.aligned, "BLOCK": tuning.block}
-        if t > 0 and self.together:
-            _together[(batch * chunks,)](
-                self.z, fz, self.last_fz, self.steps, self.parts, self.table, self.signals,
-                self.norms, self.partial, scale, *kept, *noted,
-                batch, d, stride, chunks, t, *limits,
-                PARTS=self.in_parts, DOTS_TILE=tuning.together_dots_tile,
-                STEP_TILE=tuning.together_step_tile, **common, **judging, **moving, num_warps=1,
-            )  # fmt: skip
-            return
         grid = (chunks, batch)
         _dots[grid](
             self.z, fz, self.last_fz, self.steps, self.table, self.partial, self.norms,
             self.counter, batch, d, stride, chunks, t,
-            TILE=tuning.dots_tile, **common, **moving, num_warps=tuning.dots_warps,
+            TILE=tuning.tile, **common, **moving, num_warps=tuning.dots_warps,
         )  # fmt: skip
         _judge[(batch,)](
             self.norms, self.partial, scale, *kept, *noted, batch, chunks, t, *limits,
@@ -412,7 +305,7 @@ class Sweep:
         _step[grid](
             self.z, fz, self.steps, self.parts, self.table, self.weight, self.lead, self.moves,
             self.counter, batch, d, stride, t,
-            PARTS=self.in_parts, TILE=tuning.step_tile, **common, **moving,
+            PARTS=self.in_parts, TILE=tuning.tile, **common, **moving,
             num_warps=tuning.step_warps,
         )  # fmt: skip
 
@@ -447,7 +340,7 @@ class Sweep:
             _rebuild[(len(self.table), batch)](
                 self.first, self.z, self.steps, at.long(), taken, self.table,
                 batch, d, self.steps.stride(0),
-                ALIGNED=self.aligned, BLOCK=tuning.block, num_warps=4,
+                ALIGNED=self.aligned, BLOCK=tuning.block, num_warps=tuning.step_warps,
             )  # fmt: skip
         place = torch.arange(self.places, device=at.device)
         keep = (self.keep != 0) & (place < at.unsqueeze(1))

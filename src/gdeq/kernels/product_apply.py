@@ -12,8 +12,8 @@ from gdeq.kernels.choice import on_device
 from gdeq.kernels.chunks import ALIGNMENT, place, places, table, weighted_steps
 
 BLOCK = 1024  # numbers in a chunk
-TILE = 2  # stored steps that a program reads at once
-WARPS = 4
+TILE = 4  # stored steps that a program reads at once
+DOTS_WARPS, APPLY_WARPS = 1, 4
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def _applied(steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: b
     stride = steps.stride(0)
     _dots_of[(chunks, batch)](
         x, steps, chunk_table, partial, batch, d, stride, chunks, count,
-        ALIGNED=aligned, BLOCK=BLOCK, TILE=TILE, PLACES=wide, num_warps=WARPS,
+        ALIGNED=aligned, BLOCK=BLOCK, TILE=TILE, PLACES=wide, num_warps=DOTS_WARPS,
     )  # fmt: skip
     _weights_of[(batch,)](
         partial, gram, kept, weight, chunks, count,
@@ -120,6 +120,6 @@ def _applied(steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: b
     y = torch.empty_like(x)
     _apply[(chunks, batch)](
         x, y, steps, chunk_table, weight, batch, d, stride, count,
-        ALIGNED=aligned, BLOCK=BLOCK, TILE=TILE, PLACES=wide, num_warps=WARPS,
+        ALIGNED=aligned, BLOCK=BLOCK, TILE=TILE, PLACES=wide, num_warps=APPLY_WARPS,
     )  # fmt: skip
     return y

@@ -33,10 +33,10 @@ def summed_norms(norms, b, chunks, CHUNKS: tl.constexpr):
     for first in range(0, chunks, CHUNKS):
         c = first + tl.arange(0, CHUNKS)
         at, known = norms + (b * chunks + c) * 4, c < chunks
-        gg += tl.load(at, mask=known, other=0.0, cache_modifier=".cg")
-        ff += tl.load(at + 1, mask=known, other=0.0, cache_modifier=".cg")
-        zz += tl.load(at + 2, mask=known, other=0.0, cache_modifier=".cg")
-        yy += tl.load(at + 3, mask=known, other=0.0, cache_modifier=".cg")
+        gg += tl.load(at, mask=known, other=0.0)
+        ff += tl.load(at + 1, mask=known, other=0.0)
+        zz += tl.load(at + 2, mask=known, other=0.0)
+        yy += tl.load(at + 3, mask=known, other=0.0)
     return tl.sum(gg, 0), tl.sum(ff, 0), tl.sum(zz, 0), tl.sum(yy, 0)
 
 
@@ -157,8 +157,8 @@ def judge(
         c = first + tl.arange(0, CHUNKS)
         known = (c < chunks)[:, None] & (place < count)[None, :]
         where = partial + ((b * chunks + c) * 2 * PLACES)[:, None] + place[None, :]
-        a += tl.sum(tl.load(where, mask=known, other=0.0, cache_modifier=".cg"), 0)
-        row += tl.sum(tl.load(where + PLACES, mask=known, other=0.0, cache_modifier=".cg"), 0)
+        a += tl.sum(tl.load(where, mask=known, other=0.0), 0)
+        row += tl.sum(tl.load(where + PLACES, mask=known, other=0.0), 0)
     last = count - 1
     of_b = gram + b * PLACES * PLACES
     tl.store(of_b + last * PLACES + place, row, mask=place < count)
