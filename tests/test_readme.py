@@ -62,6 +62,7 @@ def test_the_recorded_step_trains():
 def test_commands_exist():
     cli = pytest.importorskip("gdeq.cli")
     known = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
+    known |= {group.name for group in cli.app.registered_groups}
     shell = "\n".join(blocks("sh"))
     assert set(re.findall(r"^gdeq (\w+)", shell, re.MULTILINE)) <= known
     targets = re.findall(r"^(\w+):", MAKEFILE.read_text(), re.MULTILINE)

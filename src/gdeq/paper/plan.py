@@ -58,6 +58,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 # Our own rows of Table 2: a name and the settings by which it differs from the preset.
 OWN: dict[str, tuple[str, ...]] = {
     "gdeq-refine1": ("gradient=gdeq", "gradient.refine=1"),
+    "adaptive": ("gradient=gdeq", "adapt.enabled=true"),
 }
 # What the forward steps are varied for.
 STUDIED: dict[str, tuple[str, ...]] = {
