@@ -1,5 +1,6 @@
 """The multiscale DEQ: its published figures, its shapes, its equilibrium and its gradients."""
 
+import contextlib
 import copy
 from dataclasses import replace
 
@@ -11,11 +12,13 @@ from torch.nn.utils import parametrize
 import gdeq
 from gdeq import GDEQ, JFB, Broyden, Implicit, Unrolled, hold
 from gdeq.kernels import available, norms, weights
-from gdeq.models import MDEQ, MDEQCell, MDEQConfig, layers
+from gdeq.models import MDEQ, MDEQCell, MDEQConfig, layers, mdeq_fused
 from gdeq.models import mdeq as model_file
+from gdeq.models.branches import Serial
 from gdeq.models.mdeq import mdeq
 from gdeq.models.mdeq_cell import Down, Up
 from gdeq.models.mdeq_config import SIZES, named
+from gdeq.models.parts import tensors_in
 
 # Small enough for finite differences, with every kind of path: two ups, two downs, two blocks.
 MINIMAL = MDEQConfig(
@@ -351,6 +354,36 @@ def test_lists_become_tuples_and_groups_shrink_to_divide():
 # ---- stem and head in few kernels
 
 
+class Watched(Serial):
+    """Branches in turn that complain where streams of their own would read too early."""
+
+    def __init__(self, device, branches, grad):
+        self.branch, self.used, self.joined = 0, [], False
+        self.marked, self.awaited, self.branches = {}, {0}, branches
+
+    @contextlib.contextmanager
+    def on(self, branch):
+        assert branch < self.branches
+        self.branch = branch
+        self.used.append(branch)
+        yield
+        self.branch = 0
+
+    def mark(self, name):
+        self.marked[name] = self.branch
+
+    def await_(self, name):
+        self.awaited.add(self.marked[name])
+
+    def reads(self, *values):
+        assert tensors_in(values)
+
+    def join(self, results):
+        # The way down reads what every branch made, each after waiting for it.
+        assert self.awaited == set(range(self.branches))
+        self.joined = True
+
+
 @pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
 @pytest.mark.parametrize(
     "overrides",
@@ -376,6 +409,8 @@ def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float32)
     monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
     monkeypatch.setattr(model_file, "runs_as_kernels", lambda x, dtype=None: True)
+    made = []
+    monkeypatch.setattr(model_file, "Parallel", lambda *a: made.append(Watched(*a)) or made[-1])
     monkeypatch.setattr(layers, "fuse", lambda *a: calls.append("fuse") or norms.fuse(*a))
     monkeypatch.setattr(layers, "merge", lambda *a: calls.append("merge") or weights.merge(*a))
     for module in (norms, weights):
@@ -384,10 +419,35 @@ def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
             monkeypatch.setitem(module.TUNING, name, replace(tuning, **few))
     found = outcome()
     assert calls == ["merge"] + ["fuse"] * 3
+    (branches,) = made
+    assert branches.used == [0, 1, 2]
+    assert branches.joined
     assert list(model.state_dict()) == names
     for a, b in zip(found, expected, strict=True):
         assert (a - b).norm() <= 1e-3 * b.norm() + 1e-6
     assert all(getattr(module, "ready", None) is None for module in model.modules())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_scales_of_the_head_side_by_side_compute_the_same(monkeypatch):
+    device = torch.device("cuda")
+    model = minimal(channels=(16, 32, 64), head_channels=(4, 8, 16)).to(device)
+    images = torch.randn(64, 2, 32, 32, device=device)
+    model.deq.solver = Broyden(max_iter=2, tol=0.0)
+
+    def step():
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(images)
+        weight = torch.linspace(-1, 1, logits.numel(), device=device).view_as(logits)
+        loss = (logits.float() * weight).sum()
+        return [logits, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    monkeypatch.setattr(mdeq_fused, "streams_with_grad", False)
+    expected = step()
+    monkeypatch.setattr(mdeq_fused, "streams_with_grad", True)
+    for _ in range(10):
+        for a, b in zip(step(), expected, strict=True):
+            assert (a - b).norm() <= 2e-2 * b.norm() + 1e-6
 
 
 def test_layers_run_one_by_one_where_kernels_do_not():

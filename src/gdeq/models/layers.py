@@ -138,6 +138,12 @@ def made_ready(owner: nn.Module, parts: Sequence[nn.Module], x: Tensor) -> Itera
             norm.ready = None
 
 
+def ready_tensors(part: nn.Module) -> tuple[Tensor | tuple[Tensor, Tensor], ...]:
+    """What `made_ready` has put into the convolutions and norms of this part."""
+    found = (getattr(module, "ready", None) for module in part.modules())
+    return tuple(ready for ready in found if ready is not None)
+
+
 def group_norm(groups: int, channels: int, affine: bool = True, gain: float = 1.0) -> nn.GroupNorm:
     """GroupNorm with ``groups`` groups, or fewer where they do not divide the channels.
 

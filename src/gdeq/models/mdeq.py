@@ -14,12 +14,15 @@ from torch import Tensor, nn
 
 from gdeq.gradients import GDEQ, Gradient
 from gdeq.layer import DEQ
+from gdeq.models import mdeq_fused
+from gdeq.models.branches import Parallel, Serial
 from gdeq.models.layers import (
     Layers,
     added_and_relu,
     conv,
     group_norm,
     made_ready,
+    ready_tensors,
     runs_as_kernels,
 )
 from gdeq.models.mdeq_cell import MDEQCell, MultiscaleState
@@ -98,10 +101,29 @@ class Head(nn.Module):
         self.classify = nn.Linear(config.final_channels, config.classes)
 
     def forward(self, z: MultiscaleState) -> Tensor:  # -> (batch, classes)
-        y = self.widen[0](z[0])
-        for down, widen, part in zip(self.down, self.widen[1:], z[1:], strict=True):
-            y = widen(part) + down(y)
+        branches = self._branches(z)
+        wide = []  # kept until the end of the branches
+        for i, (widen, part) in enumerate(zip(self.widen, z, strict=True)):
+            with branches.on(i):
+                branches.reads(part, ready_tensors(widen))
+                wide.append(widen(part))
+                branches.mark(i)
+        y = wide[0]
+        for i, down in enumerate(self.down, start=1):
+            lower = down(y)
+            branches.await_(i)
+            branches.reads(wide[i])
+            y = wide[i] + lower
+        branches.join([])
         return self.classify(self.final(y).mean(dim=(2, 3)))
+
+    def _branches(self, z: MultiscaleState) -> Serial:
+        """The scales side by side on a GPU, where all their weights are made before."""
+        grad = torch.is_grad_enabled()
+        wanted = mdeq_fused.streams_with_grad or not grad
+        if wanted and runs_as_kernels(z[0]) and self.widen[0].body[0].ready is not None:  # type: ignore[union-attr, index]
+            return Parallel(z[0].device, len(z), grad)
+        return Serial()
 
 
 class MDEQ(nn.Module):
