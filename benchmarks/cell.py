@@ -443,17 +443,17 @@ def sweep_weights(device: torch.device) -> list[dict[str, Any]]:
         made = forward()
         return torch.autograd.grad(made, parameters, made)
 
-    for channels, together, warps in itertools.product((32, 64, 128, 256), (1, 2), (2, 4, 8)):
-        if device.type == "cpu" and (channels, together, warps) != (64, 1, 4):
+    for numbers, together, warps in itertools.product((512, 1024, 2048), (1, 2), (2, 4, 8)):
+        if device.type == "cpu" and (numbers, together, warps) != (1024, 1, 4):
             continue
         default = dict(weights.TUNING)
         for name in default:
-            weights.TUNING[name] = weights.Tuning(together, channels, warps)
+            weights.TUNING[name] = weights.Tuning(together, numbers, warps)
         try:
             spent = [graph_time(forward), graph_time(both)]
         finally:
             weights.TUNING.update(default)
-        tile = f"channels={channels} rows={together} warps={warps}"
+        tile = f"numbers={numbers} rows={together} warps={warps}"
         for name, us in zip(("weights", "weights and back"), spent, strict=True):
             rows.append({"kernel": name, "scale": "", "tile": tile, "us": us, "GB/s": 0.0})
     return rows

@@ -24,7 +24,7 @@ def kernels_run(device):
 @pytest.fixture(params=[1, 8], ids=["row by row", "rows together"])
 def tuning(request, monkeypatch):
     for name, default in weights.TUNING.items():
-        changed = replace(default, rows=request.param, channels=4 if request.param == 1 else 64)
+        changed = replace(default, rows=request.param, numbers=8 if request.param == 1 else 64)
         monkeypatch.setitem(weights.TUNING, name, changed)
 
 

@@ -40,10 +40,10 @@ INDEX_LIMIT = 2**31  # offsets within one row are 32-bit integers
 
 @dataclass
 class Tuning:
-    """Rows and input channels that a program looks at together; all pixels of the kernel beside."""
+    """Rows that a program takes, and how many numbers of each it looks at together."""
 
     rows: int = 1
-    channels: int = 64
+    numbers: int = 1024
     warps: int = 4
 
 
@@ -115,8 +115,8 @@ def _layout(table, row, count):
 
 @jit
 def _each(values):
-    """(rows,) beside pixels and channels."""
-    return values[:, None, None]
+    """(rows,) beside the numbers of a row."""
+    return values[:, None]
 
 
 @jit
@@ -126,37 +126,50 @@ def _merge_kernel(
     out,
     norms,
     ROWS: tl.constexpr,
-    PIXELS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ):
+    """Reads rows of v as they lie, writes rows of w as they lie: no lane is idle, whatever the
+    size of the convolution."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     source = _each(_field(table, 0, row, count).to(tl.pointer_type(tl.float32)))
     gains = _field(table, 1, row, count)
     target = _each(out + _field(table, 2, row, count))
     channel_step, pixel_step, inputs, width, first, pixels = _layout(table, row, count)
-    pixel = tl.arange(0, PIXELS)[None, :, None]
-    inside = pixel < _each(pixels)
     normalised = gains != 0
     squares = tl.zeros((ROWS,), tl.float32)
     if tl.max(normalised.to(tl.int32)) > 0:
-        for start in range(0, tl.max(inputs), CHANNELS):
-            channel = start + tl.arange(0, CHANNELS)[None, None, :]
-            where = source + pixel * _each(pixel_step) + channel * _each(channel_step)
-            v = tl.load(where, mask=inside & (channel < _each(inputs)), other=0.0)
-            squares += tl.sum(tl.sum(v * v, axis=2), axis=1)
+        size = inputs * pixels
+        for start in range(0, tl.max(size), NUMBERS):
+            number = start + tl.arange(0, NUMBERS)[None, :]
+            v = tl.load(source + number, mask=number < _each(size), other=0.0)
+            squares += tl.sum(v * v, axis=1)
     norm = tl.where(normalised, tl.sqrt(squares), 1.0)
     g = tl.load(gains.to(tl.pointer_type(tl.float32)), mask=normalised, other=1.0)
     scale = g / norm  # 1 where there is neither
     tl.store(norms + row, norm, mask=row < count)
-    for start in range(0, tl.max(width), CHANNELS):
-        column = start + tl.arange(0, CHANNELS)[None, None, :]
-        channel = column - _each(first)
-        where = source + pixel * _each(pixel_step) + channel * _each(channel_step)
+    size = width * pixels
+    for start in range(0, tl.max(size), NUMBERS):
+        number = start + tl.arange(0, NUMBERS)[None, :]
+        pixel = number // _each(tl.maximum(width, 1))
+        channel = number - pixel * _each(width) - _each(first)
+        inside = number < _each(size)
         own = (channel >= 0) & (channel < _each(inputs))
+        where = source + pixel * _each(pixel_step) + channel * _each(channel_step)
         v = tl.load(where, mask=inside & own, other=0.0)
         value = tl.where(own, v * _each(scale), 0.0)  # a scale may be infinite
-        place = target + pixel * _each(width) + column
-        tl.store(place, value.to(out.dtype.element_ty), mask=inside & (column < _each(width)))
+        tl.store(target + number, value.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _place_in_merged(number, channel_step, inputs, width, first, pixels):
+    """Where the numbers of a row of v, in the order they lie in, are in the row of w."""
+    last = channel_step == 1  # channels-last, or a single pixel
+    inner = _each(tl.maximum(tl.where(last, inputs, pixels), 1))
+    outer = number // inner
+    within = number - outer * inner
+    pixel = tl.where(_each(last), outer, within)
+    channel = tl.where(_each(last), within, outer)
+    return pixel * _each(width) + channel + _each(first)
 
 
 @jit
@@ -168,41 +181,37 @@ def _merge_backward_kernel(
     dweights,
     dgains,
     ROWS: tl.constexpr,
-    PIXELS: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    NUMBERS: tl.constexpr,
 ):
+    """Everything in the order of v."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     source = _each(_field(table, 0, row, count).to(tl.pointer_type(tl.float32)))
     gains = _field(table, 1, row, count)
     e_row = _each(incoming + _field(table, 2, row, count))
     target = _each(dweights + _field(table, 3, row, count))
-    channel_step, pixel_step, inputs, width, first, pixels = _layout(table, row, count)
-    pixel = tl.arange(0, PIXELS)[None, :, None]
-    inside = pixel < _each(pixels)
+    channel_step, _pixel_step, inputs, width, first, pixels = _layout(table, row, count)
+    size = inputs * pixels
     normalised = gains != 0
     along = tl.zeros((ROWS,), tl.float32)
     if tl.max(normalised.to(tl.int32)) > 0:
-        for start in range(0, tl.max(inputs), CHANNELS):
-            channel = start + tl.arange(0, CHANNELS)[None, None, :]
-            mask = inside & (channel < _each(inputs))
-            where = pixel * _each(pixel_step) + channel * _each(channel_step)
-            v = tl.load(source + where, mask=mask & _each(normalised), other=0.0)
-            place = e_row + pixel * _each(width) + channel + _each(first)
-            e = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-            along += tl.sum(tl.sum(v * e, axis=2), axis=1)
+        for start in range(0, tl.max(size), NUMBERS):
+            number = start + tl.arange(0, NUMBERS)[None, :]
+            mask = (number < _each(size)) & _each(normalised)
+            v = tl.load(source + number, mask=mask, other=0.0)
+            place = _place_in_merged(number, channel_step, inputs, width, first, pixels)
+            along += tl.sum(v * tl.load(e_row + place, mask=mask, other=0.0).to(tl.float32), axis=1)
     norm = tl.load(norms + row, mask=normalised, other=1.0)
     g = tl.load(gains.to(tl.pointer_type(tl.float32)), mask=normalised, other=1.0)
     tl.store(dgains + row, along / norm, mask=normalised)
     scale = g / norm  # 1 where there is neither
     back = along / (norm * norm)
-    for start in range(0, tl.max(inputs), CHANNELS):
-        channel = start + tl.arange(0, CHANNELS)[None, None, :]
-        mask = inside & (channel < _each(inputs))
-        where = pixel * _each(pixel_step) + channel * _each(channel_step)
-        v = tl.load(source + where, mask=mask & _each(normalised), other=0.0)
-        place = e_row + pixel * _each(width) + channel + _each(first)
-        e = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(target + where, _each(scale) * (e - v * _each(back)), mask=mask)
+    for start in range(0, tl.max(size), NUMBERS):
+        number = start + tl.arange(0, NUMBERS)[None, :]
+        mask = number < _each(size)
+        v = tl.load(source + number, mask=mask & _each(normalised), other=0.0)
+        place = _place_in_merged(number, channel_step, inputs, width, first, pixels)
+        e = tl.load(e_row + place, mask=mask, other=0.0).to(tl.float32)
+        tl.store(target + number, _each(scale) * (e - v * _each(back)), mask=mask)
 
 
 # ---- where everything lies
@@ -231,7 +240,6 @@ class Plan:
         self.views: list[tuple[int, tuple[int, int, int, int]]] = []  # start, shape in memory
         self.starts: list[int] = []  # of each part's gradient
         self.first_rows: list[int] = []  # of each part
-        self.pixels = 1
         self.captured = False  # a CUDA graph reads the table, so it must stay
         blocks: list[Tensor] = []
         out_size = grad_size = rows = 0
@@ -242,7 +250,6 @@ class Plan:
             inputs = sum(counts) if entry.own_inputs else counts[0]
             outputs = sum(len(part.weight) for part in entry.parts)
             self.views.append((out_size, (outputs, height, width, inputs)))
-            self.pixels = max(self.pixels, pixels)
             above = 0
             for i, part in enumerate(entry.parts):
                 weight, gain = part.weight, part.gain
@@ -367,8 +374,7 @@ def _launch(kernel: Any, tuning: Tuning, plan: Plan, *arguments: Tensor) -> None
             plan.rows,
             *arguments,
             ROWS=tuning.rows,
-            PIXELS=triton.next_power_of_2(plan.pixels),
-            CHANNELS=tuning.channels,
+            NUMBERS=tuning.numbers,
             num_warps=tuning.warps,
         )
 
