@@ -188,6 +188,23 @@ def test_time_is_estimated_from_finished_runs_and_by_trying(tmp_path, monkeypatc
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]  # trying leaves nothing behind
 
 
+def test_an_adaptive_run_is_tried_with_all_its_choices(monkeypatch):
+    config = plan.chosen(["adaptive-seed0"])[0].config([*SETTINGS, "adapt.steps=[2,3,5]"])
+    seen = []
+    real = timing.Trainer.one_step
+
+    def noting(trainer, images, labels):
+        real(trainer, images, labels)
+        seen.append((trainer.model.deq.solver.max_iter, trainer.controller.choice.refine))
+
+    monkeypatch.setattr(timing.Trainer, "one_step", noting)
+    speed, _ = timing.probe(config)
+    assert {steps for steps, _ in seen} == {2, 3, 5}
+    assert {refine for _, refine in seen} == set(config.adapt.refine)
+    assert [steps for steps, _ in seen[-timing.TIMED :]] == [3] * timing.TIMED
+    assert speed.step > 0
+
+
 def test_seconds_of_what_is_left():
     speed = timing.Speed(step=2.0, unrolled_step=1.0, test=10.0)
     config = plan.chosen(["gdeq-seed0"])[0].config(["epochs=4", "pretrain_steps=3"])

@@ -63,6 +63,7 @@ def probe(config: Config, root: Path | None = None) -> tuple[Speed, int]:
     folder = RunFolder(Path("nowhere"))  # steps write nothing
     trainer = Trainer(config, folder, me, progress.Silent(), None if root is None else str(root))
     with precision(config, me.device):
+        _every_rung(trainer, config.pretrain_steps)
         solved = _step_seconds(trainer, config.pretrain_steps)
         unrolled = _step_seconds(trainer, 0) if config.pretrain_steps else solved
         trainer.set_phase(config.pretrain_steps)
@@ -74,6 +75,21 @@ def probe(config: Config, root: Path | None = None) -> tuple[Speed, int]:
     del trainer
     free()
     return Speed(solved, unrolled, test), per_epoch
+
+
+def _every_rung(trainer: Trainer, first: int) -> None:
+    """Of an adaptive run, a step with each of its choices; it is timed in the middle of them."""
+    if trainer.controller is None:
+        return
+    ladders = (trainer.controller.forward, trainer.controller.backward)
+    _, (images, labels) = next(iter(trainer.train_batches.epoch(0)))
+    for rung in range(max(len(ladder.rungs) for ladder in ladders)):
+        for ladder in ladders:
+            ladder.rung = min(rung, len(ladder.rungs) - 1)
+        trainer.step = first
+        trainer.one_step(images, labels)
+    for ladder in ladders:
+        ladder.rung = len(ladder.rungs) // 2
 
 
 def _step_seconds(trainer: Trainer, first: int) -> float:
