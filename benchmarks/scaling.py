@@ -1,4 +1,4 @@
-"""How a recorded step grows: time and memory against batch, state size and solver steps.
+"""How a recorded step grows: against batch, state size, solver steps and the solver's memory.
 
 PYTHONPATH=src python3 benchmarks/scaling.py --out results/bench
 """
@@ -14,13 +14,16 @@ from typing import Any
 import torch
 
 import gdeq
-from gdeq.bench.steps import Setup, cell_times, default_setup, measure, ours
+from gdeq.bench.steps import Setup, Step, cell_times, default_setup, measure, ours
+from gdeq.bench.where import profile
 
 AXES: dict[str, list[int]] = {
-    "forward": [3, 9, 18, 36],
-    "batch": [32, 128, 512, 1024],
+    "batch": [32, 64, 128, 256, 512, 1024],
     "side": [16, 32, 64],
+    "forward": [3, 9, 18, 36],
+    "memory": [2, 6, 12, 18],  # a memory for all 18 steps is the product form
 }
+KINDS = ("convolutions", "norms", "solver", "optimiser", "other")  # side by side: counted each
 
 
 def main() -> None:
@@ -43,11 +46,23 @@ def main() -> None:
 
 
 def one(setup: Setup) -> dict[str, Any]:
-    row = measure(setup, "", lambda: ours(setup, gdeq.GDEQ()))
+    made: list[Step] = []
+
+    def make() -> Step:
+        made.append(ours(setup, gdeq.GDEQ()))
+        return made[0]
+
+    row = measure(setup, "", make)
+    where: dict[str, float] = {}
+    if setup.cuda:
+        shown = profile(setup, made[0], None)
+        where = {kind: shown["by_kind_ms"].get(kind, 0.0) for kind in KINDS}
+        where["gaps"] = shown["gaps_ms"]
     channels = (32, 64, 128, 256)
     state = sum(c * (setup.side // 2**i) ** 2 for i, c in enumerate(channels))
     f = cell_times(setup, vjp=False)["f"]
-    return {"state": state, "ms": row["ms"], "peak_gib": row["peak_gib"], "f_ms": f}
+    found = {"state": state, "ms": row["ms"], "peak_gib": row["peak_gib"], "f_ms": f}
+    return found | {name: round(value, 4) for name, value in where.items()}
 
 
 def save(out: Path, rows: list[dict[str, Any]]) -> None:
@@ -68,8 +83,9 @@ def draw(out: Path, rows: list[dict[str, Any]]) -> None:
         "batch": ("images in a batch", "value"),
         "side": ("numbers in the state of an image", "state"),
         "forward": ("Broyden steps", "value"),
+        "memory": ("updates kept, of 18", "value"),
     }
-    figure, grid = pyplot.subplots(2, 3, figsize=(11, 6), sharex="col")
+    figure, grid = pyplot.subplots(2, 4, figsize=(14, 6), sharex="col")
     for column, (axis, (title, key)) in enumerate(titles.items()):
         mine = [row for row in rows if row["axis"] == axis]
         x = [row[key] for row in mine]
@@ -80,11 +96,13 @@ def draw(out: Path, rows: list[dict[str, Any]]) -> None:
         top.plot(x, in_f, "s--", label="evaluations of f × time of one f")
         bottom.plot(x, [row["peak_gib"] or 0.0 for row in mine], "o-", color="C2")
         bottom.set_xlabel(title)
-        scale = "linear" if axis == "forward" else "log"
+        scale = "linear" if axis in ("forward", "memory") else "log"
         for axes in (top, bottom):
             axes.set_xscale(scale)
             axes.set_yscale(scale)
             axes.grid(alpha=0.3)
+            if scale == "linear":
+                axes.set_ylim(bottom=0)
     grid[0][0].set_ylabel("ms a step")
     grid[1][0].set_ylabel("peak GiB")
     grid[0][0].legend()

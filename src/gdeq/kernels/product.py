@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdeq.kernels import state
 from gdeq.kernels.choice import on_device
 from gdeq.kernels.chunks import ALIGNMENT, place, places, table, weighted_steps
 from gdeq.kernels.product_judge import (
@@ -191,6 +192,12 @@ def _rebuild(
         tl.store(z + in_rows, total, mask=inside)
 
 
+def _in_parts(z: Tensor, sizes: list[int], dtype: torch.dtype) -> Tensor:  # -> (batch·d,)
+    if state.takes(len(z), [dtype] * len(sizes)):
+        return state.split_buffer(z, sizes, dtype)
+    return torch.cat([row.reshape(-1) for row in z.to(dtype).split(sizes, dim=1)])
+
+
 class Sweep:
     """`gdeq.product.PlainSweep`, fused."""
 
@@ -214,8 +221,7 @@ class Sweep:
         self.in_parts = len(sizes) > 1 or dtype != z.dtype
         self.parts = self.z.view(-1)
         if self.in_parts:
-            rows = z.to(dtype).split(sizes, dim=1)
-            self.parts = torch.cat([row.reshape(-1) for row in rows])
+            self.parts = _in_parts(z, sizes, dtype)
         # In a captured graph, or with tol=0, all places will be used; else the store grows.
         whole = solver.tol == 0 or recording(device)
         self.steps = z.new_empty(

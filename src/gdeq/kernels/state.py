@@ -97,6 +97,14 @@ def split(rows: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor
     return list(_Split.apply(rows, tuple(sizes), dtype))
 
 
+def split_buffer(rows: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The one buffer, (batch·d,), of what `split` returns; without autograd."""
+    buffer = rows.new_empty(rows.numel(), dtype=dtype)
+    pieces = buffer.split([len(rows) * size for size in sizes])
+    _launch(rows.contiguous(), [piece.view(len(rows), -1) for piece in pieces], joins=False)
+    return buffer
+
+
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *parts: Tensor) -> Tensor:
@@ -117,13 +125,10 @@ class _Split(torch.autograd.Function):
         ctx: Any, rows: Tensor, sizes: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
         ctx.dtype = rows.dtype
-        batch = len(rows)
-        buffer = rows.new_empty(rows.numel(), dtype=dtype)
-        pieces = buffer.split([batch * size for size in sizes])
+        buffer = split_buffer(rows, sizes, dtype)
+        pieces = buffer.split([len(rows) * size for size in sizes])
         # As .data: views of one buffer could not be changed in place, one without the others.
-        parts = [piece.view(batch, -1).data for piece in pieces]
-        _launch(rows.contiguous(), parts, joins=False)
-        return tuple(parts)
+        return tuple(piece.view(len(rows), -1).data for piece in pieces)
 
     @staticmethod
     def backward(ctx: Any, *parts: Tensor) -> tuple[Any, ...]:
