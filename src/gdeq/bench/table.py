@@ -124,7 +124,15 @@ def _run(
             add(row)
     for name, make in makes.items() if setup.cuda else ():
         kept = _Kept(make)
-        add(measure(setup, name, kept))
+        try:
+            row = measure(setup, name, kept)
+        except Exception as problem:
+            if not name.startswith("torchdeq"):
+                raise
+            found.setdefault("failed", {})[name] = repr(problem)
+            tell(f"  {name:30s}    failed: {_first_line(problem)}")
+            continue
+        add(row)
         if name == "gdeq: gdeq":
             found["profile"] = profile(setup, kept.step, out)
         del kept
@@ -134,6 +142,10 @@ def _run(
     for line in lines(setup, found):
         tell(line)
     return found
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem) or type(problem).__name__).splitlines()[0][:100]
 
 
 class _Kept:
