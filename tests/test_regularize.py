@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.parametrize import remove_parametrizations
 
 import gdeq
+from problems import assert_near
 
 F64 = torch.float64
 EXACT = gdeq.Implicit(gdeq.Broyden(max_iter=60, tol=1e-13))
@@ -57,6 +58,54 @@ def test_penalty_is_the_mean_squared_jacobian(device):
     found = gdeq.jacobian_penalty(f, z, samples=4000, generator=generator)
     # The relative spread of one probe is at most √2, of 4000 of them 0.022.
     torch.testing.assert_close(found, expected, rtol=0.07, atol=0)
+
+
+def test_penalty_by_differences_is_the_mean_squared_jacobian(device):
+    """Against dense Jacobians, for each sample its own; f of two tensors."""
+    w, x = 0.4 * data(device, 6, 6), data(device, 2, 6)
+    z = data(device, 2, 6)
+
+    def f(u):
+        return split(torch.tanh(pieces(u) @ w + x))
+
+    jacobians = torch.cat(
+        [
+            dense_jacobians(lambda u, i=i: torch.tanh(u @ w + x[i : i + 1]), z[i : i + 1])
+            for i in range(2)
+        ]
+    )
+    expected = jacobians.square().sum(dim=(1, 2)).mean() / 6
+    generator = torch.Generator(device).manual_seed(0)
+    found = gdeq.jacobian_penalty(f, split(z), 4000, generator, step=1e-4)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0)
+
+
+def test_penalty_by_differences_has_the_gradient_of_the_exact_one(device):
+    """‖Jε‖²/‖ε‖² by a forward derivative along the same ε, and its gradient."""
+    w = (0.4 * data(device, 5, 5)).requires_grad_()
+    z = data(device, 3, 5)
+    generator = torch.Generator(device).manual_seed(3)
+    found = gdeq.jacobian_penalty(lambda u: torch.tanh(u @ w), z, 1, generator, step=1e-3)
+    noise = torch.empty_like(z).normal_(generator=generator.manual_seed(3))
+    slope = 1 - torch.tanh(z @ w).square()
+    along = slope * (noise @ w)
+    exact = (along.square().sum(1) / noise.square().sum(1)).mean()
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=0)
+    (mine,), (wanted,) = (torch.autograd.grad(value, w) for value in (found, exact))
+    assert_near(mine, wanted, 1e-4)
+
+
+def test_penalty_by_differences_at_zero_and_with_a_step_that_is_rounded_away(device):
+    zero = gdeq.jacobian_penalty(lambda u: 0.5 * u, torch.zeros(2, 3, device=device), step=0.1)
+    torch.testing.assert_close(zero.item(), 0.25, rtol=1e-3, atol=0)
+    half = torch.ones(2, 3, device=device, dtype=torch.bfloat16)
+    assert gdeq.jacobian_penalty(lambda u: 0.5 * u, half, step=1e-9).item() == 0
+
+
+@pytest.mark.parametrize("step", [0, -1.0, True, "small", float("nan")])
+def test_penalty_refuses_a_step_that_is_none(step):
+    with pytest.raises(ValueError, match="step must be a positive number or None"):
+        gdeq.jacobian_penalty(lambda u: u, torch.ones(1, 2), step=step)
 
 
 def test_penalty_of_several_samples_is_the_mean_of_single_ones(device):

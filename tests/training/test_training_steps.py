@@ -287,13 +287,13 @@ def test_jacobian_penalty_is_on_the_f_that_was_solved(trainer, monkeypatch):
         masks.append(draw(*args))
         return masks[-1]
 
-    def watched(f, z):
+    def watched(f, z, **options):
         # At the solver's z its f has the solver's residual, and another f would not.
         with torch.no_grad():
             fz, z_flat = (torch.cat([t.flatten(1) for t in parts], 1) for parts in (f(z), z))
         size = torch.maximum(fz.norm(dim=1), z_flat.norm(dim=1))
         seen.append(((fz - z_flat).norm(dim=1) / size, made.model.deq.solution.residual))
-        return penalty(f, z)
+        return penalty(f, z, **options)
 
     monkeypatch.setattr(VariationalDropout, "_draw", counted)
     monkeypatch.setattr(loop, "jacobian_penalty", watched)
@@ -311,9 +311,9 @@ def test_no_jacobian_penalty_in_pretraining(trainer, monkeypatch):
     made = trainer("jacobian_weight=1", "jacobian_every=1", "pretrain_steps=2")
     real, at = loop.jacobian_penalty, []
 
-    def noted(*args):
+    def noted(*args, **options):
         at.append(made.step)
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(loop, "jacobian_penalty", noted)
     for batch in batches(made):
@@ -321,9 +321,15 @@ def test_no_jacobian_penalty_in_pretraining(trainer, monkeypatch):
     assert at == [2]
 
 
-def test_jacobian_penalty_holds_the_spectral_radius_down(trainer):
+@pytest.mark.parametrize("step", ["null", "0.1"])  # exactly, by differences
+def test_jacobian_penalty_holds_the_spectral_radius_down(trainer, step):
     def radius(weight):
-        made = trainer(f"jacobian_weight={weight}", "jacobian_every=1", "optimizer.lr=1e-2")
+        made = trainer(
+            f"jacobian_weight={weight}",
+            "jacobian_every=1",
+            f"jacobian_step={step}",
+            "optimizer.lr=1e-2",
+        )
         for _ in range(4):
             for batch in batches(made):
                 made.one_step(*batch)

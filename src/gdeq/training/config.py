@@ -191,6 +191,7 @@ class Config:
     ema: float = 0.0  # decay of the averaged weights that are evaluated; 0: none
     jacobian_weight: float = 0.0  # weight of the Jacobian penalty
     jacobian_every: int = 5  # taken at every so many steps
+    jacobian_step: float | None = None  # by differences this far, relative to z; else exactly
     log_every: int = 10
     checkpoint_seconds: float = 60.0
     snapshots: tuple[int, ...] = (1, 10, 20, 50)  # epochs whose weights are kept, for similarity
@@ -216,6 +217,8 @@ class Config:
         check_real(self, "ema", 0.0, 0.999999)
         check_real(self, "jacobian_weight", 0.0)
         check_integer(self, "jacobian_every", 1)
+        if self.jacobian_step is not None:
+            check_real(self, "jacobian_step", 0.0, open_low=True)
         check_integer(self, "log_every", 1)
         check_real(self, "checkpoint_seconds", 0.0)
         solver, gradient = self.solver.build(), self.gradient.build()
@@ -304,6 +307,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "precision": "bf16",
         "label_smoothing": 0.1,
         "ema": 0.99,
+        "jacobian_step": 0.1,
         "model": {"size": "large"},
         "solver": {"max_iter": 6, "tol": 0.0},
         "gradient": {"refine": 1},
@@ -319,6 +323,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "precision": "bf16",
         "label_smoothing": 0.1,
         "ema": 0.99,
+        "jacobian_step": 0.1,
         "log_every": 50,
         "checkpoint_seconds": 300.0,
         "model": {"size": "large"},

@@ -396,7 +396,8 @@ class Trainer:
     def _jacobian_penalty(self, injection: Tensor) -> Tensor:
         deq = self.model.deq
         assert deq.solution is not None
-        return jacobian_penalty(lambda z: deq.cell(z, injection), deq.solution.z)
+        step = self.config.jacobian_step
+        return jacobian_penalty(lambda z: deq.cell(z, injection), deq.solution.z, step=step)
 
     # -- what it tells ---------------------------------------------------------------------------
 
