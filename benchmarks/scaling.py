@@ -31,11 +31,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tiny", action="store_true", help="to see whether it runs")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--axis", choices=AXES, action="append", help="leave out for all")
+    parser.add_argument("--draw", action="store_true", help="only the figure of what is in --out")
     options = parser.parse_args()
+    if options.draw:
+        with (options.out / "scaling.csv").open() as file:
+            draw(options.out, [_numbers(row) for row in csv.DictReader(file)])
+        return
     setup = replace(default_setup(), rounds=options.rounds)
     torch.backends.cudnn.benchmark = False  # trying all algorithms for each shape takes minutes
     rows = []
     for axis, values in AXES.items():
+        if options.axis and axis not in options.axis:
+            continue
         for value in values[:2] if options.tiny else values:
             rows.append({"axis": axis, "value": value, **one(replace(setup, **{axis: value}))})
             print(rows[-1], flush=True)
@@ -65,6 +73,10 @@ def one(setup: Setup) -> dict[str, Any]:
     return found | {name: round(value, 4) for name, value in where.items()}
 
 
+def _numbers(row: dict[str, str]) -> dict[str, Any]:
+    return {key: value if key == "axis" else float(value) for key, value in row.items()}
+
+
 def save(out: Path, rows: list[dict[str, Any]]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with (out / "scaling.csv").open("w", newline="") as file:
@@ -85,7 +97,10 @@ def draw(out: Path, rows: list[dict[str, Any]]) -> None:
         "forward": ("Broyden steps", "value"),
         "memory": ("updates kept, of 18", "value"),
     }
-    figure, grid = pyplot.subplots(2, 4, figsize=(14, 6), sharex="col")
+    measured = {row["axis"] for row in rows}
+    titles = {axis: title for axis, title in titles.items() if axis in measured}
+    size = (3.5 * len(titles) + 1, 6)
+    figure, grid = pyplot.subplots(2, len(titles), figsize=size, sharex="col", squeeze=False)
     for column, (axis, (title, key)) in enumerate(titles.items()):
         mine = [row for row in rows if row["axis"] == axis]
         x = [row[key] for row in mine]
