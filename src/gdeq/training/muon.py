@@ -13,140 +13,226 @@ A convolution's kernel (out, in, k, k) is the matrix (out, in·k·k).  The size 
 
 What is no such matrix (biases, norms, gains, the first and the last layer) is left to Adam.
 
-On a GPU small matrices of different shapes are filled up with zeros to one shape, which changes
-nothing in the result and saves hundreds of short kernels; nothing is asked of the host.
+The momentum of all of them lies in one piece of memory, stack by stack, and the updates are made in
+another: a few long kernels.  On a GPU small matrices of different shapes are filled up with zeros
+to one shape, which changes nothing in the result and saves hundreds of short kernels, and the
+stacks go side by side; nothing is asked of the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from gdeq.models.branches import Parallel, Serial
+
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 # Of one Newton–Schulz step on a large GPU, in µs: starting its kernels; per flop; per number moved.
-LAUNCHES, FLOP, MOVED = 9.0, 3e-9, 1e-6
+LAUNCHES, FLOP, MOVED = 9.0, 2.5e-9, 1e-6
+BRANCHES = 4  # stacks side by side: as many as MDEQ has scales, whose streams they use
 
 
-def orthogonalize(x: Tensor) -> Tensor:  # (n, rows, columns), rows <= columns
-    """About U Vᵀ of each matrix; a matrix of zeros stays one."""
+def orthogonalize(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """About U Vᵀ of each matrix; a matrix of zeros stays one.
+
+    x: (n, rows, columns), rows <= columns.  dtype: of the products and the result, if not of x.
+    """
     a, b, c = NEWTON_SCHULZ
-    length = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=_at_least_float32(x))
-    x = (x / length.clamp_min(torch.finfo(length.dtype).tiny)).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    length = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)
+    length.clamp_min_(torch.finfo(wide).tiny)
+    x = torch.div(x, length, out=torch.empty_like(x, dtype=dtype))
     for _ in range(STEPS):
         gram = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        # a I + b A + c A²: with a X in place of a I, X would be copied to be added to.
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        x = torch.bmm(factor, x)
     return x
 
 
-def _at_least_float32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-@dataclass
+@dataclass(frozen=True)
 class Stack:
-    """Matrices that go through Newton–Schulz together, each lying or standing as it is wider."""
+    """Matrices that go through Newton–Schulz together."""
 
     rows: int
     columns: int
-    members: list[int] = field(default_factory=list)  # numbers of the parameters
+    members: tuple[int, ...]  # numbers of the matrices
 
-    def cost(self, count: int, rows: int, columns: int) -> float:
-        return count * (6 * rows * rows * columns * FLOP + 4 * rows * columns * MOVED)
+    @property
+    def flops(self) -> int:
+        """Of one step."""
+        return len(self.members) * (4 * self.rows**2 * self.columns + 2 * self.rows**3)
+
+    @property
+    def cost(self) -> float:
+        """Of one step, in µs, without the starting of its kernels."""
+        return self.flops * FLOP + 4 * len(self.members) * self.rows * self.columns * MOVED
+
+    def __add__(self, other: Stack) -> Stack:
+        rows, columns = max(self.rows, other.rows), max(self.columns, other.columns)
+        return Stack(rows, columns, self.members + other.members)
 
 
 def stacks(shapes: Sequence[tuple[int, int]], pad: bool) -> list[Stack]:
-    """Which of these matrices (rows <= columns) go together; with ``pad`` also unequal ones."""
-    found: list[Stack] = []
-    order = sorted(range(len(shapes)), key=lambda n: (-shapes[n][0] * shapes[n][1], shapes[n], n))
-    for number in order:
-        rows, columns = shapes[number]
-        best, least = None, LAUNCHES
-        for stack in found:
-            if (stack.rows, stack.columns) == (rows, columns):
-                best = stack
-                break
-            if not pad:
-                continue
-            count = len(stack.members)
-            size = max(rows, stack.rows), max(columns, stack.columns)
-            extra = stack.cost(count + 1, *size) - stack.cost(count, stack.rows, stack.columns)
-            extra -= stack.cost(1, rows, columns)
-            if extra < least:
-                best, least = stack, extra
-        if best is None:
-            best = Stack(rows, columns)
-            found.append(best)
-        best.rows, best.columns = max(rows, best.rows), max(columns, best.columns)
-        best.members.append(number)
-    return found
+    """Which of these matrices (rows <= columns) go together; with ``pad`` also unequal ones.
 
-
-def _view(place: Tensor, shape: torch.Size, lying: bool) -> Tensor:
-    """A matrix in a stack as the parameter that it stands for, (out, in, ...).
-
-    The columns are ordered as channels-last memory is; their order does not matter.
+    Of all pairs of stacks, the one that saves most is joined, until none saves anything.
     """
-    inner = shape[1:].numel()
-    rows, columns = (shape[0], inner) if lying else (inner, shape[0])
-    matrix = place[:rows, :columns]
-    matrix = matrix if lying else matrix.T
-    return matrix.unflatten(1, (*shape[2:], shape[1])).movedim(-1, 1)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for number, shape in enumerate(shapes):
+        alike.setdefault(shape, []).append(number)
+    found = [Stack(*shape, tuple(members)) for shape, members in alike.items()]
+    while pad and len(found) > 1:
+        pairs = ((one + other, one, other) for one, other in combinations(found, 2))
+        best = min(pairs, key=lambda pair: _extra(*pair))
+        if _extra(*best) >= LAUNCHES:
+            break
+        found = [stack for stack in found if stack not in best[1:]] + [best[0]]
+    return sorted(found, key=lambda stack: -stack.cost)
+
+
+def _extra(both: Stack, one: Stack, other: Stack) -> float:
+    return both.cost - one.cost - other.cost
+
+
+class _Place:
+    """A stack's part of the flat memory, where its matrices (out, in) lie one after the other."""
+
+    def __init__(self, stack: Stack, shapes: list[tuple[int, int]], start: int) -> None:
+        """shapes: (out, in) of the members."""
+        self.stack, self.start = stack, start
+        self.shape = len(stack.members), *shapes[0]
+        self.lying = shapes[0][0] <= shapes[0][1]
+        self.size = sum(out * inner for out, inner in shapes)
+        # Of each number in the stack, where not all are alike: filled up, or some standing.
+        self.positions: Tensor | None = None
+        self.filled: Tensor | None = None
+        if len(set(shapes)) > 1:
+            cells = torch.arange(len(shapes) * stack.rows * stack.columns)
+            cells = cells.view(len(shapes), stack.rows, stack.columns)
+            parts = []
+            for cell, (out, inner) in zip(cells, shapes, strict=True):
+                part = cell[:out, :inner] if out <= inner else cell[:inner, :out].T
+                parts.append(part.flatten())
+            self.positions = torch.cat(parts)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> None:
+        if self.positions is None:
+            return
+        self.positions = self.positions.to(device)
+        shape = len(self.stack.members), self.stack.rows, self.stack.columns
+        self.filled = torch.zeros(shape, dtype=dtype, device=device)  # beyond the matrices for ever
+
+    def _matrices(self, flat: Tensor) -> Tensor:
+        """Those of a stack in which all are alike, where they lie: (n, rows, columns)."""
+        found = self._part(flat).view(self.shape)
+        return found if self.lying else found.mT
+
+    def _part(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.start + self.size]
+
+    def orthogonal(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.filled is None or self.positions is None:
+            return orthogonalize(self._matrices(flat), dtype)
+        self.filled.view(-1).index_copy_(0, self.positions, self._part(flat).to(dtype))
+        return orthogonalize(self.filled)
+
+    def put(self, x: Tensor, sizes: Tensor, flat: Tensor) -> None:
+        """The matrices x, each times its size, to where they belong."""
+        sizes = sizes[:, None, None]
+        if self.positions is None:
+            torch.mul(x, sizes, out=self._matrices(flat))
+        else:
+            scaled = (x * sizes).view(-1)
+            torch.index_select(scaled, 0, self.positions, out=self._part(flat))
 
 
 class _Orthogonal:
-    """The stacks of one group's parameters, in memory that stays where it is."""
+    """The momentum and the updates of one group's parameters, in the order of their stacks."""
 
     def __init__(self, params: list[Tensor], pad: bool | None) -> None:
         device, kept = params[0].device, params[0].dtype
         on_gpu = device.type == "cuda"
-        dtype = torch.bfloat16 if on_gpu and kept == torch.float32 else kept
-        lying = [p.shape[0] <= p.shape[1:].numel() for p in params]
+        self.params = params
+        self.dtype = torch.bfloat16 if on_gpu and kept == torch.float32 else kept
         shapes = [(p.shape[0], p.shape[1:].numel()) for p in params]
-        ordered = [s if wide else (s[1], s[0]) for s, wide in zip(shapes, lying, strict=True)]
-        self.dtype = kept
-        self.shapes = [p.shape for p in params]
-        self.lying = lying
-        self.stacks = stacks(ordered, on_gpu if pad is None else pad)
-        # Zero beyond the matrices, and never written there.
-        self.places = [
-            torch.zeros(len(s.members), s.rows, s.columns, dtype=dtype, device=device)
-            for s in self.stacks
-        ]
-        self.inputs = self._views(self.places)
-        order = [number for stack in self.stacks for number in stack.members]
-        self.order = torch.tensor(order, device=device)
-        by_shape = [max(1.0, shapes[n][0] / shapes[n][1]) ** 0.5 for n in order]
+        turned = [(out, inner) if out <= inner else (inner, out) for out, inner in shapes]
+        pad = on_gpu if pad is None else pad
+        self.places: list[_Place] = []
+        start = 0
+        for stack in stacks(turned, pad):
+            place = _Place(stack, [shapes[n] for n in stack.members], start)
+            place.to(device, self.dtype)
+            start += place.size
+            self.places.append(place)
+        self.order = [n for place in self.places for n in place.stack.members]
+        self.strides = [_strides(p) for p in params]
+        self.momentum = torch.zeros(start, dtype=kept, device=device)
+        self.buffers = self.views(self.momentum)
+        by_shape = [max(1.0, shapes[n][0] / shapes[n][1]) ** 0.5 for n in self.order]
         self.by_shape = torch.tensor(by_shape, dtype=kept, device=device)
+        self.on_gpu = on_gpu
 
-    def _views(self, places: list[Tensor]) -> list[Tensor]:
-        """One for each parameter, in their order."""
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """As the parameters, in their order."""
         found: dict[int, Tensor] = {}
-        for stack, place in zip(self.stacks, places, strict=True):
-            for at, number in enumerate(stack.members):
-                found[number] = _view(place[at], self.shapes[number], self.lying[number])
-        return [found[number] for number in range(len(self.shapes))]
+        start = 0
+        for n in self.order:
+            found[n] = flat.as_strided(self.params[n].shape, self.strides[n], start)
+            start += self.params[n].numel()
+        return [found[n] for n in range(len(self.params))]
 
-    def __call__(
-        self, updates: list[Tensor], params: list[Tensor], rate: Any, relative: bool
-    ) -> list[Tensor]:
-        """The orthogonal updates, each already of its size: -> as the parameters."""
-        for place, update in zip(self.inputs, updates, strict=True):
-            place.copy_(update)
-        done = [orthogonalize(place).to(self.dtype) for place in self.places]
+    def _flat(self, tensors: list[Tensor]) -> Tensor:
+        return torch.cat([_in_line(tensors[n], self.strides[n]) for n in self.order])
+
+    def __call__(self, grads: list[Tensor], momentum: float, rate: Any, relative: bool) -> Tensor:
+        """The orthogonal updates, each already of its size."""
+        flat = self._flat(grads)
+        self.momentum.lerp_(flat, 1 - momentum)
+        flat.lerp_(self.momentum, momentum)  # Nesterov's look ahead
+        sizes = rate * self.by_shape
         if relative:
-            lengths = torch.cat([torch.linalg.vector_norm(x, dim=(1, 2)) for x in done])
-            weights = torch.stack(torch._foreach_norm(params))[self.order]
-            sizes = weights / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
-        else:
-            sizes = self.by_shape
-        parts = (rate * sizes).split([len(x) for x in done])
-        return self._views([x.mul_(s[:, None, None]) for x, s in zip(done, parts, strict=True)])
+            norms = torch._foreach_norm(self.params)
+            sizes = rate * torch.stack([norms[n] for n in self.order])
+        parts = sizes.split([len(place.stack.members) for place in self.places])
+        branches = Parallel(flat.device, BRANCHES, grad=False) if self.on_gpu else Serial()
+        load, kept = [0.0] * BRANCHES, []
+        for place, part in zip(self.places, parts, strict=True):
+            branch = load.index(min(load))
+            load[branch] += LAUNCHES + place.stack.cost
+            with branches.on(branch):
+                x, size = place.orthogonal(flat, self.dtype), part
+                if relative:
+                    length = torch.linalg.vector_norm(x, dim=(1, 2), dtype=part.dtype)
+                    size = part / length.clamp_min_(torch.finfo(part.dtype).tiny)
+                place.put(x, size, flat)
+                kept.append((x, size))  # until the branches have joined
+        branches.join([flat])
+        return flat
+
+
+def _strides(p: Tensor) -> tuple[int, ...]:
+    """Those of the parameter, or of a contiguous one where its rows are not in one piece."""
+    dense = torch.empty_like(p, device="meta")  # keeps the strides of what has no gaps
+    if dense.stride() == p.stride() and p.stride(0) == p.shape[1:].numel():
+        return p.stride()
+    return torch.empty(p.shape, device="meta").stride()
+
+
+def _in_line(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The numbers in the order of these strides; a copy only where they lie in another."""
+    ways = zip(x.stride(), strides, x.shape, strict=True)
+    if not all(own == wanted for own, wanted, size in ways if size > 1):
+        x = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    return x.as_strided((x.numel(),), (1,))
 
 
 class Muon(torch.optim.Optimizer):
@@ -198,22 +284,20 @@ class Muon(torch.optim.Optimizer):
 
     def _orthogonal(self, number: int, group: dict[str, Any], params: list[Tensor]) -> None:
         made = self.made.get(number)
-        if made is None or made.shapes != [p.shape for p in params]:
+        if made is None or list(map(id, made.params)) != list(map(id, params)):
             made = self.made[number] = _Orthogonal(params, self.pad)
-        grads = [p.grad for p in params if p.grad is not None]
-        for p in params:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        buffers = [self.state[p]["momentum_buffer"] for p in params]
-        momentum = group["momentum"]
-        torch._foreach_mul_(buffers, momentum)
-        torch._foreach_add_(buffers, grads, alpha=1 - momentum)
-        updates = list(torch._foreach_mul(buffers, momentum))  # Nesterov's look ahead
-        torch._foreach_add_(updates, grads, alpha=1 - momentum)
+        for p, buffer in zip(params, made.buffers, strict=True):
+            kept = self.state[p].get("momentum_buffer")
+            if kept is not buffer:
+                if kept is not None:  # from a checkpoint
+                    buffer.copy_(kept)
+                self.state[p]["momentum_buffer"] = buffer
         rate = group["lr"]
         if group["weight_decay"]:
             torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
-        torch._foreach_add_(params, made(updates, params, rate, self.relative), alpha=-1)
+        grads = [p.grad for p in params if p.grad is not None]
+        updates = made(grads, group["momentum"], rate, self.relative)
+        torch._foreach_sub_(params, made.views(updates))
 
     def _adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
         for p in params:
