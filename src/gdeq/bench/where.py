@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +30,24 @@ def kind_of(kernel: str) -> str:
     return "other"
 
 
-def profile(setup: Setup, step: Step, out: Path | None) -> dict[str, Any]:
-    """One replay: time by kind of kernel and by phase, and the gaps between kernels.
+def events_of(work: Callable[[], Any]) -> list[Any]:
+    """What the device did for this work, which has been done before, in order."""
+    from torch.profiler import ProfilerActivity  # noqa: PLC0415
+
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as record:
+        work()
+        torch.cuda.synchronize()
+    events = [e for e in record.events() if str(e.device_type).endswith("CUDA")]
+    events = [e for e in events if e.time_range.end > e.time_range.start]
+    return sorted(events, key=lambda e: e.time_range.start)
+
+
+def tally(events: list[Any]) -> tuple[dict[str, Any], list[str]]:
+    """Their time by kind, the gaps between them; and a line for each kernel, the longest first.
 
     Kernels that run side by side are counted each, so that the kinds add up to more than the whole.
     """
-    from torch.profiler import ProfilerActivity  # noqa: PLC0415
-
-    batch = setup.draw()
-    step(*batch)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA], acc_events=True) as record:
-        step(*batch)
-        torch.cuda.synchronize()
-    events = [e for e in record.events() if str(e.device_type).endswith("CUDA")]
-    events = sorted(
-        (e for e in events if e.time_range.end > e.time_range.start),
-        key=lambda e: e.time_range.start,
-    )
-    # What comes before the graph (the copies of the inputs) is followed by its start-up.
-    first = next(i for i, e in enumerate(events) if i and _gap(events, i) < 100) - 1
-    events = events[max(0, first) :]
     begin = events[0].time_range.start
     kinds: dict[str, float] = {}
     names: dict[str, list[float]] = {}
@@ -60,6 +58,27 @@ def profile(setup: Setup, step: Step, out: Path | None) -> dict[str, Any]:
         names.setdefault(event.name[:120], []).append(end - start)
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
+    top = sorted(names.items(), key=lambda item: -sum(item[1]))
+    found = {
+        "whole_ms": (reached - begin) / 1e3,
+        "gaps_ms": (reached - begin - busy) / 1e3,
+        "kernels": len(events),
+        "by_kind_ms": {k: v / 1e3 for k, v in sorted(kinds.items(), key=lambda i: -i[1])},
+    }
+    return found, [f"{sum(t) / 1e3:9.3f} ms {len(t):5d} x  {n}" for n, t in top]
+
+
+def profile(setup: Setup, step: Step, out: Path | None) -> dict[str, Any]:
+    """One replay: time by kind of kernel and by phase, and the gaps between kernels."""
+    batch = setup.draw()
+    step(*batch)
+    events = events_of(lambda: step(*batch))
+    # What comes before the graph (the copies of the inputs) is followed by its start-up.
+    first = next(i for i, e in enumerate(events) if i and _gap(events, i) < 100) - 1
+    events = events[max(0, first) :]
+    begin = events[0].time_range.start
+    reached = max(e.time_range.end for e in events)
+    found, lines = tally(events)
 
     def last_of(prefix: str, fallback: float) -> float:
         ends = [e.time_range.end for e in events if e.name.startswith(prefix)]
@@ -79,17 +98,9 @@ def profile(setup: Setup, step: Step, out: Path | None) -> dict[str, Any]:
         "backward of f and stem": max(0.0, update - product),
         "optimiser": max(0.0, reached - max(update, product)),
     }
-    top = sorted(names.items(), key=lambda item: -sum(item[1]))
     if out is not None:
-        lines = [f"{sum(t) / 1e3:9.3f} ms {len(t):5d} x  {n}" for n, t in top]
         (out / "kernels.txt").write_text("\n".join(lines) + "\n")
-    return {
-        "whole_ms": (reached - begin) / 1e3,
-        "gaps_ms": (reached - begin - busy) / 1e3,
-        "kernels": len(events),
-        "by_kind_ms": {k: v / 1e3 for k, v in sorted(kinds.items(), key=lambda i: -i[1])},
-        "by_phase_ms": {k: v / 1e3 for k, v in phases.items()},
-    }
+    return found | {"by_phase_ms": {k: v / 1e3 for k, v in phases.items()}}
 
 
 def _gap(events: list[Any], i: int) -> float:

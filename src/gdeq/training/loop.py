@@ -386,12 +386,15 @@ class Trainer:
                 objective = loss + self.penalty_weight * penalty
         self.optimizer.zero_grad(set_to_none=True)
         objective.backward()
-        if config.optimizer.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip)
+        self.clip_gradients()
         self.optimizer.step()
         self.sums.add(logits.detach(), labels, loss.detach(), model)
         if self.average is not None:
             self.average.update()
+
+    def clip_gradients(self) -> None:
+        if self.config.optimizer.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
 
     def _jacobian_penalty(self, injection: Tensor) -> Tensor:
         deq = self.model.deq
