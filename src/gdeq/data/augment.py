@@ -6,6 +6,8 @@ are and are only looked up at other places.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -53,19 +55,33 @@ class Augment:
         """Crop and flip. x: (b, c, h, w), drawn: (b, 5) -> (b, c, h, w)"""
         if not self.crop and not self.flip:
             return x
-        height, width = x.shape[-2:]
-        rows = torch.arange(height, device=x.device) + drawn[:, 0:1] - self.crop  # (b, h)
-        columns = torch.arange(width, device=x.device).expand(len(x), -1)
-        if self.flip:
-            columns = torch.where(drawn[:, 2:3] == 1, width - 1 - columns, columns)
-        columns = columns + drawn[:, 1:2] - self.crop  # (b, w)
-        inside = (_within(rows, height)[:, :, None] & _within(columns, width)[:, None, :])[:, None]
-        at = _reflected(rows, height)[:, :, None] * width + _reflected(columns, width)[:, None, :]
-        at = at.flatten(1)[:, None].expand(-1, x.shape[1], -1)  # (b, c, h·w)
-        moved = x.flatten(2).gather(2, at).view_as(x)
+        rows, columns = self._sources(*x.shape[-2:], x.device)
+        row = rows[drawn[:, 0]]  # (b, h)
+        column = columns[torch.add(drawn[:, 2], drawn[:, 1], alpha=2)]  # (b, w)
+        at = (row[:, :, None] + column[:, None, :]).flatten(1)[:, None]  # (b, 1, h·w)
+        looked_up = at.clamp(min=0).expand(-1, x.shape[1], -1)
+        moved = x.flatten(2).gather(2, looked_up)
         if self.crop and self.fill == "zeros":
-            moved = moved * inside
-        return moved
+            moved.masked_fill_(at < 0, 0)
+        return moved.view_as(x)
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019 (options, not what they work on)
+    def _sources(self, height: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the pixels of a row and of a column come from; below 0 from beyond the edge.
+
+        Rows by their first one (2 crop + 1, h), as places in memory; columns by their first one and
+        the flip (2 (2 crop + 1), w).
+        """
+        first = torch.arange(2 * self.crop + 1)[:, None] - self.crop
+        rows, columns = first + torch.arange(height), first + torch.arange(width)
+        both = [columns, columns.flip(1) if self.flip else columns]
+        columns = torch.stack(both, dim=1).flatten(0, 1)
+        places = [_reflected(rows, height) * width, _reflected(columns, width)]
+        if self.fill == "zeros":
+            beyond = -2 * height * width  # whatever the other one adds
+            places[0].masked_fill_(~_within(rows, height), beyond)
+            places[1].masked_fill_(~_within(columns, width), beyond)
+        return places[0].to(device), places[1].to(device)
 
     def cut(self, x: Tensor, drawn: Tensor) -> Tensor:
         """Cut-out. x: (b, c, h, w) normalised, so that 0 is the mean colour; drawn: (b, 5)"""

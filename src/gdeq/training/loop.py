@@ -250,8 +250,12 @@ class Trainer:
     def _epoch(self, epoch: int, index: int) -> None:
         watch, window, counted = time.perf_counter(), 0.0, self.step
         per_epoch = len(self.train_batches)
-        for at, (images, labels) in self.train_batches.epoch(epoch, start=index):
-            self.one_step(images, labels)
+        batches = self.train_batches.epoch(epoch, start=index)
+        upcoming = next(batches, None)
+        while upcoming is not None:
+            at, batch = upcoming
+            self.one_step(*batch)
+            upcoming = next(batches, None)  # made while the device is at work on the step
             logging = self.step % self.config.log_every == 0
             # Not after the last step: who resumes there would miss the end of the epoch.
             saving = at + 1 < per_epoch and self._must_save()

@@ -28,23 +28,20 @@ class Sums:
         self.looked = self.values.clone()  # and when the method was last adapted
 
     def add(self, logits: Tensor, labels: Tensor, loss: Tensor, model: MDEQ) -> None:
-        count = len(labels)
         solution = model.deq.solution
         assert solution is not None
-        backward = solution.record.residual
-        nothing = torch.zeros_like(loss, dtype=torch.float64)
-        samples = torch.full_like(nothing, count)
-        self.values += torch.stack(
-            [
-                samples,
-                loss.double() * count,
-                (logits.argmax(1) == labels).sum().double(),
-                solution.residual.double().sum(),
-                solution.steps.double().sum(),
-                nothing if backward is None else backward.double().sum(),
-                nothing if backward is None else samples,
-            ]
-        )
+        backward, wide = solution.record.residual, torch.float64
+        samples = torch.full_like(loss, len(labels), dtype=wide)
+        found = [
+            samples,
+            loss * samples,
+            (logits.argmax(1) == labels).sum(dtype=wide),
+            solution.residual.sum(dtype=wide),
+            solution.steps.sum(dtype=wide),
+        ]
+        if backward is not None:
+            found += [backward.sum(dtype=wide), samples]
+        self.values[: len(found)].add_(torch.stack(found))
 
     def clear(self) -> None:
         self.values.zero_()
