@@ -42,6 +42,15 @@ def test_zeros_may_be_wider_than_the_image():
     assert torch.equal(augment.move(x, drawn), one_by_one(augment, x, drawn))
 
 
+def test_images_of_other_sizes_with_the_same_options():
+    """What is kept from the first ones must not be used for the others."""
+    augment = Augment(crop=2)
+    for height, width in ((7, 5), (5, 7), (7, 5), (6, 6)):
+        x = images(20, height, width)
+        drawn = augment.draw(len(x), height, width, torch.Generator().manual_seed(2))
+        assert torch.equal(augment.move(x, drawn), one_by_one(augment, x, drawn))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 20])
 def test_cut(size, device):
     augment = Augment(crop=0, flip=False, cutout=size)

@@ -230,6 +230,64 @@ def test_an_update_on_a_gpu_asks_the_host_nothing(tmp_path, name):
     assert math.isfinite(made.sums.read(gpu)["loss"])
 
 
+@pytest.mark.parametrize("backward", [False, True])
+def test_sums_by_hand(trainer, backward):
+    made = trainer("gradient.name=gdeq", f"gradient.refine={int(backward)}")
+    expected = torch.zeros(7, dtype=torch.float64)
+    for images, labels in batches(made):
+        made.one_step(images, labels)
+        made.sums.clear()
+        solution, count = made.model.deq.solution, len(labels)
+        logits, loss = torch.randn(count, 10), torch.rand(())
+        assert (solution.record.residual is not None) == backward
+        found = [float(x) for x in solution.record.residual] if backward else []
+        expected += torch.tensor(
+            [
+                count,
+                count * loss.item(),
+                sum(row.argmax() == label for row, label in zip(logits, labels, strict=True)),
+                sum(float(x) for x in solution.residual),
+                sum(float(x) for x in solution.steps),
+                sum(found),
+                len(found),
+            ],
+            dtype=torch.float64,
+        )
+        made.sums.add(logits, labels, loss, made.model)
+        made.sums.add(logits, labels, loss, made.model)
+        torch.testing.assert_close(made.sums.values, 2 * expected, rtol=1e-12, atol=0)
+        expected.zero_()
+
+
+def test_the_next_batch_is_made_before_a_step_is_waited_for(trainer, monkeypatch):
+    made = trainer("epochs=1", "log_every=1")
+    seen = []
+    source, step, read = made.train_batches.epoch, made.one_step, made.sums.read
+
+    def epoch(*args, **kwargs):
+        for at, batch in source(*args, **kwargs):
+            seen.append(f"batch {at}")
+            yield at, batch
+
+    def one_step(*batch):
+        seen.append("step")
+        step(*batch)
+
+    def reading(*args, since_mark=False):
+        seen.extend(["read"] * since_mark)
+        return read(*args, since_mark)
+
+    monkeypatch.setattr(made.train_batches, "epoch", epoch)
+    monkeypatch.setattr(made, "one_step", one_step)
+    monkeypatch.setattr(made.sums, "read", reading)
+    made._epoch(0, 0)
+    expected = ["batch 0"]
+    for at in range(PER_EPOCH):
+        expected += ["step", f"batch {at + 1}", "read"]
+    expected.remove(f"batch {PER_EPOCH}")
+    assert seen == expected
+
+
 def test_first_unrolled_then_in_equilibrium(trainer):
     made = trainer("pretrain_steps=2", "pretrain_layers=3", "gradient.refine=1")
     seen = []
