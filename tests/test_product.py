@@ -126,6 +126,30 @@ def test_every_way_to_end(form, tol, dtype):
     assert found.inverse.rmatvec(x).isfinite().all()
 
 
+def test_a_solve_that_ends_at_rounding(form):
+    matrix = torch.linspace(-0.4, 0.4, 36, dtype=torch.float64, device=DEVICE).view(6, 6)
+
+    def f(z):
+        return torch.tanh(z @ matrix.T) + 0.3
+
+    z0 = torch.zeros(2, 6, dtype=torch.float64, device=DEVICE)
+    expected, found = both(form, lambda: gdeq.solve(f, z0, gdeq.Broyden(20, 1e-17)))
+    assert expected.codes.tolist() == [int(gdeq.Status.ROUNDING)] * 2
+    assert found.codes.tolist() == expected.codes.tolist()
+    assert found.steps.max() < 20
+
+
+def test_products_with_the_inverse_are_differentiable(form):
+    problem = Dense(radius=0.7).to(DEVICE)
+    z = torch.zeros_like(problem.x)
+    with choice.use(form):
+        inverse = gdeq.solve(problem, z, gdeq.Broyden(9, 1e-9)).inverse
+        x = torch.randn_like(z).requires_grad_()
+        v = torch.randn_like(z)
+        (found,) = torch.autograd.grad(inverse.matvec(x), x, v)
+        assert_near(found, inverse.rmatvec(v), 1e-10)
+
+
 def test_a_sample_that_misses_the_tolerance_gets_its_best_iterate_and_that_inverse(form):
     """The residual of this map goes up again before it is out of steps."""
     matrix = torch.tensor([[0.0, 4.0], [-4.0, 0.0]], dtype=torch.float64, device=DEVICE)

@@ -98,6 +98,10 @@ def test_penalty_by_differences_has_the_gradient_of_the_exact_one(device):
 def test_penalty_by_differences_at_zero_and_with_a_step_that_is_rounded_away(device):
     zero = gdeq.jacobian_penalty(lambda u: 0.5 * u, torch.zeros(2, 3, device=device), step=0.1)
     torch.testing.assert_close(zero.item(), 0.25, rtol=1e-3, atol=0)
+    # Measured by the step as it was rounded.
+    coarse = torch.full((2, 300), 3.0, device=device, dtype=torch.bfloat16)
+    found = gdeq.jacobian_penalty(lambda u: 0.5 * u, coarse, step=0.003)
+    torch.testing.assert_close(found.item(), 0.25, rtol=1e-3, atol=0)
     half = torch.ones(2, 3, device=device, dtype=torch.bfloat16)
     assert gdeq.jacobian_penalty(lambda u: 0.5 * u, half, step=1e-9).item() == 0
 

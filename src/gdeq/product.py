@@ -45,6 +45,7 @@ from gdeq.solvers.broyden import Broyden
 from gdeq.state import Vectorized, VectorMap
 
 MOST_STEPS = 127  # what the recurrence of one program holds in registers
+MOST_SAMPLES = 65535  # of a grid's second dimension
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class ProductInverse(Inverse):
         return ProductInverse(self.steps, self.gram, self.keep, not self.transposed)
 
     def matvec(self, x: Tensor) -> Tensor:
-        if choice.chosen(x) == "triton":
+        differentiable = x.requires_grad and torch.is_grad_enabled()
+        if _in_kernels(x) and not differentiable:
             from gdeq.kernels import product_apply as fused  # noqa: PLC0415 (needs Triton)
 
             return fused.apply(self.steps, self.gram, self.keep, x, self.transposed)
@@ -113,6 +115,10 @@ def _sum_used(row: Tensor, weight: Tensor) -> Tensor:  # (batch, n), (batch, n) 
     return torch.where(weight != 0, row * weight, 0.0).sum(1)
 
 
+def _in_kernels(x: Tensor) -> bool:  # (batch, d)
+    return choice.chosen(x) == "triton" and len(x) <= MOST_SAMPLES
+
+
 def applies(solver: Solver, z: Tensor, max_steps: int, inverse: Inverse | None) -> bool:
     """Whether `iterate` here can stand in for the one in `gdeq.solve`."""
     return (
@@ -124,6 +130,7 @@ def applies(solver: Solver, z: Tensor, max_steps: int, inverse: Inverse | None) 
         and max_steps <= MOST_STEPS
         and z.numel() > 0
         and choice.chosen(z) != "off"
+        and (choice.chosen(z) != "triton" or _in_kernels(z))
     )
 
 

@@ -165,7 +165,8 @@ def jacobian_penalty(
     step: None for the derivative itself, whose own derivative is a double backward pass through f.
         A number for E‖Jε‖² from differences f(z + δ) − f(z − δ), with ‖δ‖ = step·‖z‖: two
         evaluations and a plain backward pass.  It must stand out from the rounding of f: about
-        0.1 in bfloat16, 0.01 in float32.
+        0.1 in bfloat16, 0.01 in float32.  Long steps see less of a curved f (on an untrained
+        MDEQ 7 % less with 0.1), and all tensors of the state get the same absolute noise.
     """
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ValueError(f"samples must be an integer of at least 1, got {samples!r}")
@@ -211,7 +212,7 @@ def _by_differences(
             change = on_vectors(ahead) - on_vectors(behind)
             moved = (ahead - behind).square().sum(1)
             ratio = change.square().sum(1) / torch.where(moved > 0, moved, 1.0)
-            total = total + ratio.mean()
+            total = total + ratio.sum() / max(1, len(ratio))
     return total / samples
 
 

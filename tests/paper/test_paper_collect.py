@@ -103,6 +103,15 @@ def test_table_2(collected):
     assert f"table2     5 of {many} runs finished" in collecting.progress(collected)
 
 
+def test_a_seed_that_diverged_is_seen_beside_the_mean_of_the_others(partial):
+    before = row_of(table2.text(reading.read_all(partial)), "GDEQ")[1]
+    assert before.endswith("(3 seeds)")
+    (partial / "gdeq-seed2" / "summary.json").unlink()
+    (partial / "gdeq-seed2" / "failed.json").write_text(json.dumps({"reason": "NaN"}))
+    after = row_of(table2.text(reading.read_all(partial)), "GDEQ")[1]
+    assert after.endswith("(2 of 3 seeds, 1 diverged)")
+
+
 def test_what_is_not_one_recipe_is_named(partial):
     assert "Not the same" not in table2.text(reading.read_all(partial))
     make(partial, "npg-seed0", 91.0, optimizer__lr=0.5)
@@ -124,7 +133,8 @@ def test_convergence(collected):
     first = next(e for e in epochs if e["test_accuracy"] >= 92)
     assert (float(one["seconds"]), int(one["epoch"])) == (first["seconds"], first["epoch"])
     text = (out / "convergence.md").read_text()
-    assert row_of(text, "JFB")[2:] == ["not reached"] * 2  # in its three epochs
+    unfinished = "not reached (unfinished: epoch 3 of 12)"
+    assert row_of(text, "JFB")[2:] == [unfinished] * 2
     assert row_of(text, "NPG")[1:] == [reading.NOT_YET] * 3
     assert row_of(text, "GDEQ")[2].endswith(" s")
 

@@ -70,7 +70,10 @@ class Column:
         if len(found) > 1:
             text += f" ± {statistics.stdev(found):.2f}"
         many = f"{len(found)} of {len(self.all)}" if len(found) < len(self.all) else len(found)
-        return f"{text} ({many} seed{'s' * (len(self.all) > 1)})"
+        # A seed that is left out of a mean for having diverged must be seen.
+        lost = sum(bool(one.failure) for one in self.all)
+        told = f", {lost} diverged" * (lost > 0)
+        return f"{text} ({many} seed{'s' * (len(self.all) > 1)}{told})"
 
     @property
     def seconds(self) -> float | None:
@@ -201,24 +204,28 @@ def moments(made: Sequence[Made]) -> list[list[object]]:
 def moments_text(made: Sequence[Made]) -> str:
     found = moments(made)
     lines = []
-    for row in in_table(made):
+    for row, some in in_table(made).items():
         own = [line for line in found if line[0] == title(row)]
-        cells = [_moment([line for line in own if line[2] == level]) for level in LEVELS]
+        states = [one.state for one in some if not one.planned.pretrain and not one.finished]
+        under_way = [state for state in states if state != NOT_YET]
+        cells = [_moment([line for line in own if line[2] == level], under_way) for level in LEVELS]
         lines.append([title(row), *(cells if own else [NOT_YET] * len(LEVELS))])
     return "\n".join(
         [
             "# Convergence without pre-training\n",
             markdown(["Method", *(f"{level} %" for level in LEVELS)], lines),
             "Seconds of training, tests not counted, at the end of the first epoch that tested at "
-            "the level or above; mean over seeds.\n",
+            "the level or above; mean over seeds.  Under schedules of other lengths the moments "
+            "are others.\n",
         ]
     )
 
 
-def _moment(lines: list[list[object]]) -> str:
+def _moment(lines: list[list[object]], under_way: list[str]) -> str:
+    """under_way: how far those are that have not ended, or not well."""
     reached = [at for line in lines if (at := number(line[3])) is not None]
     if not reached:
-        return "not reached"
+        return f"not reached ({'; '.join(under_way)})" if under_way else "not reached"
     few = f" ({len(reached)} of {len(lines)} runs)" * (len(reached) < len(lines))
     return f"{statistics.fmean(reached):.0f} s{few}"
 

@@ -165,5 +165,8 @@ class Controller:
     def restore(self, state: dict[str, Any]) -> None:
         self.forward.restore(state["forward"])
         self.backward.restore(state["backward"])
-        self.penalty.weight = min(state["jacobian_weight"], self.penalty.most)
+        # At least what the configuration asks for now, which may be more than it did.
+        self.penalty.weight = min(
+            max(state["jacobian_weight"], self.penalty.base), self.penalty.most
+        )
         self.penalty.calm = state["jacobian_calm"]

@@ -133,8 +133,8 @@ def _truth(model: MDEQ, tol: float, images: Tensor, labels: Tensor) -> tuple[Fou
     for forward, backward in BUDGETS:
         solver = Broyden(max_iter=forward, tol=EQUILIBRIUM_TOL)
         truth = _gradient(model, solver, exact(tol, backward), images, labels)
-        if max(truth.forward_residual, truth.backward_residual.max().item()) <= tol:
-            break
+        if truth.forward_residual <= tol and truth.backward_residual.max().item() <= tol:
+            break  # NaN is neither
     return truth, _radius(model, images)
 
 
