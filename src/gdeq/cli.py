@@ -288,7 +288,7 @@ def bench(
 @paper.command("run")
 @plain_errors
 def paper_run(
-    out: Annotated[Path, typer.Option(help="Folder for the run folders.")],
+    out: Annotated[Path, typer.Option(help="Folder for the run folders.")] = Path("runs/paper"),
     minutes: Annotated[
         float | None, typer.Option(min=0, help="Save and stop when these are over.")
     ] = None,

@@ -89,7 +89,7 @@ def test_a_far_name_lists_them_all():
 @pytest.mark.usefixtures("cifar10", "fashion")
 @pytest.mark.parametrize("name", ["cifar10", "fashion-mnist"])
 def test_a_missing_set_names_the_command(name, tmp_path):
-    with pytest.raises(DataError, match=f"get it with `gdeq data {name}`"):
+    with pytest.raises(DataError, match=f"get it with `gdeq data {name}"):
         load(name, tmp_path)
 
 

@@ -248,3 +248,21 @@ def test_a_dry_run_lists_all_and_writes_nothing(gdeq, tmp_path):
     assert len(said.splitlines()) == len(plan.make_plan())
     assert all(run.name in said for run in plan.make_plan())
     assert not out.exists()
+
+
+def test_a_dry_run_without_the_data_lists_all_and_says_what_is_missing(gdeq, tmp_path):
+    code, said = gdeq("paper", "run", "--data", tmp_path, "--dry-run")
+    assert code == 0, said
+    assert "implicit-pretrained-seed2" in said
+    assert "nothing can be begun: CIFAR-10 is not in" in " ".join(said.split())
+
+
+def test_finished_runs_in_a_folder_that_is_not_there(gdeq, tmp_path):
+    code, said = gdeq(
+        "paper", "run", "--out", tmp_path / "out", *SMALL, "--finished", tmp_path / "nowhere"
+    )
+    assert code == 1
+    assert "there is no such folder" in " ".join(said.split())
+    code, said = gdeq("paper", "collect", tmp_path / "nowhere")
+    assert code == 1
+    assert "there is no folder" in said

@@ -344,3 +344,42 @@ def test_recorded_on_a_gpu(scale):
     assert step.graph is not None
     for found, expected in zip(graph.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-23, 1e-19, 1e-10, 1.0, 1e18, 1e25, 1e36])
+def test_gradients_of_any_size_are_made_orthogonal(size):
+    """In float32, whose squares end at 1e-45 and 3e38."""
+    x = (size * torch.randn(2, 8, 16)).float()
+    found = muon.orthogonalize(x)
+    assert found.isfinite().all()
+    if size >= 1e-38:
+        values = torch.linalg.svdvals(found)
+        assert values.max() < 1.3
+        assert values.min() > 0.2  # less than usual where only a bound of the length is known
+
+
+@pytest.mark.parametrize("scale", ["shape", "relative"])
+def test_a_matrix_without_gradient_stays_what_it_is(scale):
+    """At first, and when its momentum has decayed out of sight."""
+    weight = nn.Parameter(3 * torch.randn(8, 16))
+    optimizer = muon.Muon([{"params": [weight], "orthogonal": True}], 0.01, 0.9, scale=scale)
+    before = weight.detach().clone()
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert torch.equal(weight, before)
+    weight.grad = 1e-3 * torch.randn_like(weight)
+    optimizer.step()
+    weight.grad = torch.zeros_like(weight)
+    for _ in range(1200):
+        optimizer.step()
+    assert weight.isfinite().all()
+
+
+def test_groups_that_muon_cannot_take():
+    matrix, vector = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="'shape' or 'relative', got 'relatve'"):
+        muon.Muon([{"params": [matrix], "orthogonal": True}], 0.1, scale="relatve")
+    with pytest.raises(ValueError, match="without 'orthogonal'"):
+        muon.Muon([{"params": [matrix, vector], "orthogonal": True}], 0.1)
+    given = muon.Muon([{"params": iter([matrix, vector])}], 0.1)  # a generator is read once
+    assert len(given.param_groups[0]["params"]) == 2

@@ -66,7 +66,9 @@ class CIFAR10(Recipe):
     def load(self, root: Path) -> Arrays:
         folder = self.target(root)
         if not folder.is_dir():
-            raise DataError(f"CIFAR-10 is not in {root}: get it with `gdeq data cifar10`")
+            raise DataError(
+                f"CIFAR-10 is not in {root}: get it with `gdeq data cifar10 --data {root}`"
+            )
         try:
             return self.read(folder)
         except DataError as error:

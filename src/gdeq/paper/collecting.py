@@ -17,6 +17,8 @@ from gdeq.report.runs import ReportError
 
 def collect(folder: Path, out: Path | None = None) -> list[Path]:
     """Writes into ``out``, by default the folder itself; returns the files."""
+    if not folder.is_dir():
+        raise ReportError(f"there is no folder {folder}")
     made = read_all(folder)
     if not any(one.run for one in made):
         raise ReportError(

@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gdeq.data import DataError
 from gdeq.paper.plan import Planned
 from gdeq.paper.timing import Estimates, free, steps_done
 from gdeq.training import config as configs
-from gdeq.training import runs
+from gdeq.training import process, runs
 from gdeq.training.config import Config
 from gdeq.training.folder import RunError, RunFolder, read_metrics
 from gdeq.training.loop import DivergedError, Interrupted
+from gdeq.training.precision import caution
 
 DONE, FAILED, HALF, MISSING = "finished", "failed", "begun", "missing"
 # What comes back from a lent machine; weights and checkpoints stay there.
@@ -139,7 +141,11 @@ class Journey:
     # -- the way ---------------------------------------------------------------------------------
 
     def forecast(self, planned: Sequence[Planned]) -> list[str]:
-        wanted = self.check(planned)
+        try:
+            wanted = self.check(planned)
+        except DataError as problem:  # how long pre-training is depends on the data
+            names = [f"{run.group:10s} {run.name:28s} {self.state(run)}" for run in planned]
+            return [*names, f"nothing can be begun: {problem}"]
         self._learn()
         lines = []
         for run in planned:
@@ -151,7 +157,15 @@ class Journey:
         return lines
 
     def go(self, planned: Sequence[Planned]) -> list[Outcome]:
+        for place in self.finished:
+            if not place.is_dir():
+                raise RunError(f"--finished {place}: there is no such folder")
         wanted = self.check(planned)
+        for config in wanted.values():
+            warning = caution(config, process.start(config.device).device)
+            if warning:  # before the first step, with which the process may die
+                self.tell(warning)
+                break
         self._learn()
         try:
             for run in planned:

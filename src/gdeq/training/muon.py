@@ -21,6 +21,7 @@ stacks go side by side; nothing is asked of the host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -46,9 +47,7 @@ def orthogonalize(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     a, b, c = NEWTON_SCHULZ
     wide = torch.promote_types(x.dtype, torch.float32)
-    length = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)
-    length.clamp_min_(torch.finfo(wide).tiny)
-    x = torch.div(x, length, out=torch.empty_like(x, dtype=dtype))
+    x = torch.div(x, _length(x, wide), out=torch.empty_like(x, dtype=dtype))
     for _ in range(STEPS):
         gram = torch.bmm(x, x.mT)
         # a I + b A + c A²: with a X in place of a I, X would be copied to be added to.
@@ -56,6 +55,16 @@ def orthogonalize(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         factor.diagonal(dim1=1, dim2=2).add_(a)
         x = torch.bmm(factor, x)
     return x
+
+
+def _length(x: Tensor, dtype: torch.dtype) -> Tensor:  # -> (n, 1, 1)
+    """‖X‖_F, or a bound on it where its squares leave the range; 1 for zeros."""
+    length = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=dtype)
+    most = torch.linalg.vector_norm(x, torch.inf, dim=(1, 2), keepdim=True, dtype=dtype)
+    limit = torch.finfo(dtype).tiny ** 0.4
+    in_range = (most > limit) & (most < 1 / limit)
+    length = torch.where(in_range, length, most * math.sqrt(x[0].numel()))
+    return torch.where(most > 0, length, 1.0)
 
 
 @dataclass(frozen=True)
@@ -212,7 +221,7 @@ class _Orthogonal:
                 x, size = place.orthogonal(flat, self.dtype), part
                 if relative:
                     length = torch.linalg.vector_norm(x, dim=(1, 2), dtype=part.dtype)
-                    size = part / length.clamp_min_(torch.finfo(part.dtype).tiny)
+                    size = torch.where(length > 0, part / length, 0.0)
                 place.put(x, size, flat)
                 kept.append((x, size))  # until the branches have joined
         branches.join([flat])
@@ -253,9 +262,19 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         pad: bool | None = None,
     ) -> None:
+        if scale not in ("shape", "relative"):
+            raise ValueError(f"Muon's scale is 'shape' or 'relative', got {scale!r}")
+        groups = [{**group, "params": list(group["params"])} for group in groups]
+        params = [p for group in groups for p in group["params"]]
+        flat = [p for g in groups if g.get("orthogonal") for p in g["params"] if p.dim() < 2]
+        if flat:
+            raise ValueError(
+                f"a parameter of shape {tuple(flat[0].shape)} is no matrix and cannot be made "
+                "orthogonal: put it into a group without 'orthogonal'"
+            )
         self.pad, self.relative = pad, scale == "relative"
         # Adam's counter of steps lies on the GPU, as `load_state_dict` is told by these two.
-        on_gpu = next(iter(groups[0]["params"])).device.type == "cuda"
+        on_gpu = bool(params) and params[0].device.type == "cuda"
         more = {"fused": on_gpu or None, "capturable": on_gpu, "weight_decay": 0.0}
         super().__init__(
             groups,
