@@ -193,7 +193,7 @@ def test_a_dry_run_tells_all_problems_at_once(gdeq, tmp_path):
     assert said.count("error: ") == 3
     assert said.rindex("error: ") < said.index("data: cifar10")  # not after a page of settings
     assert "use device=cpu" in said
-    assert "`gdeq data cifar10`" in said
+    assert "`gdeq data cifar10" in said
     assert f"{tmp_path / 'run'} exists already and is left as it is" in said
     assert "would train" not in said
 
@@ -282,4 +282,4 @@ def test_a_dry_run_of_a_comparison_without_its_data(gdeq, tmp_path):
     assert code == 1
     assert said.count(f"missing: would train into {tmp_path / 'table'}/") == 8
     assert said.count("error: ") == 1
-    assert "`gdeq data cifar10`" in said
+    assert "`gdeq data cifar10" in said
