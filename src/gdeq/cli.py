@@ -22,6 +22,7 @@ from gdeq.paper import collecting, plan, running
 from gdeq.training import checkpoint, folder, loop, process, runs
 from gdeq.training import config as configs
 from gdeq.training.config import Config
+from gdeq.training.presets import PRESETS
 
 app = typer.Typer(
     help="Train deep equilibrium models, compare their gradients, look at the results.",
@@ -49,9 +50,7 @@ EXPECTED = (
 
 Source = Annotated[
     str | None,
-    typer.Argument(
-        help=f"A preset ({', '.join(configs.PRESETS)}) or a YAML file.", show_default="digits"
-    ),
+    typer.Argument(help=f"A preset ({', '.join(PRESETS)}) or a YAML file.", show_default="digits"),
 ]
 KEYS = "Settings, as key=value (nested ones with a dot): " + ", ".join(configs.all_keys())
 Settings = Annotated[
@@ -110,7 +109,7 @@ def train(
     if resume is not None:
         if run is not None:
             raise configs.ConfigError("--resume goes on in its own folder: leave --run out")
-        if source is not None and (source in configs.PRESETS or is_yaml(source)):
+        if source is not None and (source in PRESETS or is_yaml(source)):
             raise configs.ConfigError(
                 f"--resume takes no preset and no file: the run's own config.yaml counts; leave "
                 f"{source} out (settings such as epochs=5 may follow)"

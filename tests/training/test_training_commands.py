@@ -15,6 +15,7 @@ from gdeq import bench as benches
 from gdeq.bench import table
 from gdeq.training import config as configs
 from gdeq.training import folder, runs, similarity
+from gdeq.training.presets import PRESETS
 
 COMMANDS = ("train", "evaluate", "compare", "similarity", "bench", "report", "data", "info")
 
@@ -437,4 +438,4 @@ def test_help_teaches(gdeq, name, monkeypatch):
     if name == "train":
         for key in ("optimizer.lr", "gradient.name", "--resume", "--dry-run", "torchrun"):
             assert key in said
-        assert all(preset in said for preset in configs.PRESETS)
+        assert all(preset in said for preset in PRESETS)

@@ -10,9 +10,10 @@ from training_runs import TINY, checkpoints
 from gdeq import data as datasets
 from gdeq.training import config as configs
 from gdeq.training import loop, runs
+from gdeq.training.presets import PRESETS
 
 
-@pytest.mark.parametrize("name", list(configs.PRESETS))
+@pytest.mark.parametrize("name", list(PRESETS))
 def test_every_preset_builds(name):
     config = configs.load(name)
     assert config.data in datasets.NAMES
@@ -30,7 +31,7 @@ def test_every_preset_builds(name):
         assert 10e6 < sum(p.numel() for p in model.parameters()) < 12e6
 
 
-@pytest.mark.parametrize("name", list(configs.PRESETS))
+@pytest.mark.parametrize("name", list(PRESETS))
 def test_yaml_round_trip(name, tmp_path):
     config = configs.load(name, ["optimizer.lr=1e-5", "optimizer.clip=3", "snapshots=[2,3]"])
     text = yaml.safe_dump(configs.to_dict(config), sort_keys=False)

@@ -19,6 +19,7 @@ from gdeq.fixed_point import check_pair
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Unrolled
 from gdeq.options import check_choice, check_flag, check_integer, check_real, options
 from gdeq.solvers import GMRES, Anderson, Broyden, Picard, Solver
+from gdeq.training.presets import PRESETS
 
 
 class ConfigError(ValueError):
@@ -266,81 +267,6 @@ READ_BY: dict[str, tuple[str, ...]] = {
 }
 # What a section alone stands for: gradient=jfb, model=large.
 SHORT = {"model": "size", "solver": "name", "gradient": "name", "optimizer": "name"}
-
-_FAST = {"schedule": "onecycle", "warmup": 0.2}
-# After three epochs of MDEQ-LARGE 83 %, where SGD and Adam had 54 to 64 (docs/results.md).
-_MUON = {"name": "muon", "lr": 0.05, "momentum": 0.95, "weight_decay": 5e-4, "clip": 5.0, **_FAST}
-
-PRESETS: dict[str, dict[str, Any]] = {
-    # A minute on two cores.
-    "digits": {
-        "epochs": 20,
-        "batch_size": 64,
-        "label_smoothing": 0.1,
-        "solver": {"max_iter": 12, "tol": 1e-2},
-        "gradient": {"max_iter": 20, "tol": 1e-2},
-        "optimizer": {"lr": 5e-3, "weight_decay": 0.1, **_FAST, "clip": 1.0},
-        "augment": {"crop": 1},
-    },
-    "fashion-mnist": {
-        "data": "fashion-mnist",
-        "epochs": 5,
-        "batch_size": 128,
-        "model": {"size": "small"},
-        "augment": {"flip": True},
-    },
-    # As in MDEQ: Adam at 1e-3 with a cosine over 220 epochs.
-    "cifar10": {
-        "data": "cifar10",
-        "epochs": 220,
-        "batch_size": 128,
-        "precision": "tf32",
-        "model": {"size": "large", "dropout": 0.25},
-        "optimizer": {"name": "adam", "lr": 1e-3},
-        "augment": {"crop": 4, "flip": True},
-    },
-    # Ours: one cycle of Muon, a few forward steps, one VJP of refinement.
-    "cifar10-fast": {
-        "data": "cifar10",
-        "epochs": 10,
-        "batch_size": 128,
-        "precision": "bf16",
-        "label_smoothing": 0.1,
-        "ema": 0.99,
-        "jacobian_step": 0.1,
-        "model": {"size": "large"},
-        "solver": {"max_iter": 6, "tol": 0.0},
-        "gradient": {"refine": 1},
-        "optimizer": _MUON,
-        "augment": {"crop": 4, "flip": True},
-    },
-    # What `gdeq paper` trains with: one recipe for all rows, the paper's 18 and 20 solver steps.
-    # The optimiser's settings are cifar10-fast's.
-    "cifar10-paper": {
-        "data": "cifar10",
-        "epochs": 25,
-        "batch_size": 128,
-        "precision": "bf16",
-        "label_smoothing": 0.1,
-        "ema": 0.99,
-        "jacobian_step": 0.1,
-        "log_every": 50,
-        "checkpoint_seconds": 300.0,
-        "model": {"size": "large"},
-        "solver": {"max_iter": 18, "tol": 0.0},
-        "gradient": {"max_iter": 20, "tol": 0.0},
-        "optimizer": _MUON,
-        "augment": {"crop": 4, "flip": True},
-    },
-}
-
-
-# The same, with steps and refinement as the residuals ask for; the test is solved with 12 steps.
-PRESETS["cifar10-adaptive"] = PRESETS["cifar10-fast"] | {
-    "solver": {"max_iter": 12, "tol": 0.0},
-    "gradient": {},
-    "adapt": {"enabled": True},
-}
 
 
 def check_names(size: str, precision: str) -> None:
