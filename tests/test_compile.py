@@ -1,6 +1,8 @@
 """`torch.compile` on the cell and on a model with a DEQ inside gives what eager gives."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -190,3 +192,47 @@ def test_compiled_function_that_calls_fixed_point(device):
     (found,) = torch.autograd.grad(torch.compile(step, backend=counter)(x), w)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert counter.frame_count > 0
+
+
+ALONE = """
+import sys, gdeq, torch
+assert "torch._dynamo" not in sys.modules, "the library loads the compiler"
+w = torch.full((4, 4), 0.1, requires_grad=True)
+
+def step(x):
+    h = torch.sin(x)
+    solver = gdeq.Broyden(30, 1e-6)
+    z = gdeq.fixed_point(lambda z: torch.tanh(z @ w + h), torch.zeros_like(h), solver).z
+    return torch.cos(z).sum()
+
+x = torch.arange(12.0).view(3, 4)
+first = sys.argv[1:] == ["compiled"]
+if not first:
+    (expected,) = torch.autograd.grad(step(x), w)
+    assert "torch._dynamo" not in sys.modules, "a solve loads the compiler"
+from torch._dynamo.testing import CompileCounterWithBackend
+counter = CompileCounterWithBackend("aot_eager")
+(found,) = torch.autograd.grad(torch.compile(step, backend=counter)(x), w)
+if first:
+    (expected,) = torch.autograd.grad(step(x), w)
+torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+assert counter.frame_count == 2, counter.frame_count  # before and after the solve, which is not
+"""
+
+
+@pytest.mark.parametrize("first", ["compiled", "eager"])
+def test_the_compiler_is_loaded_only_by_those_who_compile(first):
+    words = [sys.executable, "-c", ALONE, first]
+    done = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_only_what_is_around_the_layer_is_compiled(device):
+    """Not the lines that keep the compiler from it, either, anew for other inputs."""
+    model = Model(gdeq.GDEQ()).to(device)
+    model(torch.randn(5, 3, device=device))
+    torch._dynamo.utils.counters.clear()
+    call = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        call(torch.randn(5, 3, device=device))
+    assert torch._dynamo.utils.counters["frames"]["total"] == 2

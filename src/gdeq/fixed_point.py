@@ -34,6 +34,7 @@ from gdeq.solve import check_solver, solve_space
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import State, StateSpace, Vectorized, VectorMap, full_precision
+from gdeq.uncompiled import uncompiled
 
 
 @dataclass
@@ -256,7 +257,7 @@ def _attach_directly(f: VectorMap, z: Tensor, gradient: Gradient, solution: Solu
         return space.state(_Direct.apply(link, space, leaves, f.inside(z), *out))
 
 
-@torch.compiler.disable
+@uncompiled
 def fixed_point(
     f: Callable[[State], State],
     z0: State,

@@ -19,6 +19,7 @@ from gdeq.solution import Solution
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import State, copied
+from gdeq.uncompiled import uncompiled
 
 
 class UnsteadyCellWarning(UserWarning):
@@ -75,7 +76,7 @@ class DEQ(nn.Module):
         self.gradient = gradient
         self.solution: Solution | None = None
 
-    @torch.compiler.disable
+    @uncompiled
     def forward(self, *inputs: Any, z0: State = None, **options: Any) -> State:
         self.solution = None  # frees the last call's inverse before this one grows
         guessed = z0 is None and not hasattr(self.cell, "initial_state")

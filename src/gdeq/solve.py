@@ -18,6 +18,7 @@ from gdeq.solution import Solution, Status
 from gdeq.solvers.base import Solver, select
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import State, StateSpace, Vectorized, full_precision
+from gdeq.uncompiled import uncompiled
 
 
 @dataclass
@@ -153,7 +154,7 @@ def solve_space(
     )
 
 
-@torch.compiler.disable
+@uncompiled
 def solve(f: Callable[[State], State], z0: State, solver: Solver | None = None) -> Solution:
     """Find z = f(z) from ``z0``, without autograd.
 
