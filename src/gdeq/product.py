@@ -66,11 +66,18 @@ class ProductInverse(Inverse):
         return ProductInverse(self.steps, self.gram, self.keep, not self.transposed)
 
     def matvec(self, x: Tensor) -> Tensor:
+        return self._apply(x, negative=False)
+
+    def negative_matvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
+        """−B⁻¹x, the sign at no cost: w = −B⁻ᵀv is ``inverse.T.negative_matvec(v)``."""
+        return self._apply(x, negative=True)
+
+    def _apply(self, x: Tensor, negative: bool) -> Tensor:
         differentiable = x.requires_grad and torch.is_grad_enabled()
         if _in_kernels(x) and not differentiable:
             from gdeq.kernels import product_apply as fused  # noqa: PLC0415 (needs Triton)
 
-            return fused.apply(self.steps, self.gram, self.keep, x, self.transposed)
+            return fused.apply(self.steps, self.gram, self.keep, x, self.transposed, negative)
         steps = self.steps.to(x.dtype)
         # A step that no factor uses may hold anything, infinity too.
         used = self.keep[:, : self.rank]
@@ -79,7 +86,8 @@ class ProductInverse(Inverse):
         dots = torch.einsum("bjd,bd->bj", steps, x)
         weigh = transposed_weights if self.transposed else weights
         coefficients = weigh(dots, self.gram, self.keep)
-        return -(x + torch.einsum("bj,bjd->bd", coefficients, steps))
+        product = x + torch.einsum("bj,bjd->bd", coefficients, steps)
+        return product if negative else -product
 
     def as_matrix(self) -> Tensor:
         batch, _, d = self.steps.shape

@@ -17,6 +17,19 @@ ALIGNMENT = 16
 
 
 @triton.jit
+def work(BACKWARDS: tl.constexpr):
+    """The chunk and the sample of this program.
+
+    BACKWARDS: what another kernel has just read to its end is best read from there: the last of it
+    is still in the cache.
+    """
+    chunk, b = tl.program_id(0), tl.program_id(1)
+    if BACKWARDS:
+        chunk, b = tl.num_programs(0) - 1 - chunk, tl.num_programs(1) - 1 - b
+    return chunk, b.to(tl.int64)
+
+
+@triton.jit
 def place(table, b, chunk, batch, d, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Where a chunk of sample b lies: in a batched vector, in parts, and how long it is.
 
@@ -39,12 +52,17 @@ def place(table, b, chunk, batch, d, ALIGNED: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def weighted_steps(total, base, weight, lane, row, length, d, count, TILE: tl.constexpr):
+def weighted_steps(
+    total, base, weight, lane, row, length, d, count,
+    TILE: tl.constexpr, BACKWARDS: tl.constexpr,
+):  # fmt: skip
     """total + Σ weight_j s_j over the steps of one sample."""
     for first in range(0, count, TILE):
         for i in tl.static_range(TILE):
             j = first + i
-            w = tl.load(weight + j, mask=j < count, other=0.0)
+            if BACKWARDS:
+                j = count - 1 - j
+            w = tl.load(weight + j, mask=(j >= 0) & (j < count), other=0.0)
             # What is not used may hold anything.
             used = lane < tl.where(w != 0, length, 0)
             s = tl.load(base + tl.cast(j, tl.int64) * d + row + lane, mask=used, other=0.0)

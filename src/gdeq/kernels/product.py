@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gdeq.kernels import state
 from gdeq.kernels.choice import on_device
-from gdeq.kernels.chunks import ALIGNMENT, place, places, table, weighted_steps
+from gdeq.kernels.chunks import ALIGNMENT, place, places, table, weighted_steps, work
 from gdeq.kernels.product_judge import (
     ABSOLUTE,
     ACTIVE,
@@ -46,6 +46,7 @@ class Tuning:
     tile: int = 4  # stored steps that a program reads at once
     dots_warps: int = 1  # sums then need no other warp
     step_warps: int = 4
+    backwards: bool = True  # the second pass over the steps starts where the first one ended
 
 
 tuning = Tuning()
@@ -145,11 +146,11 @@ def _judge(
 @triton.jit(do_not_specialize=["count"])
 def _step(
     z, fz, steps, parts, chunk_table, weight, lead, moves, counter, batch, d, step_stride, count,
-    COUNTED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr,
+    COUNTED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, BACKWARDS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into z: one chunk."""
-    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    chunk, b = work(BACKWARDS)
     if COUNTED:
         count = tl.load(counter)
     kind = z.dtype.element_ty
@@ -162,7 +163,9 @@ def _step(
     if share != 0:
         there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
         total = share * (there - here)
-        total = weighted_steps(total, base, weight + b * PLACES, lane, row, length, d, count, TILE)
+        total = weighted_steps(
+            total, base, weight + b * PLACES, lane, row, length, d, count, TILE, BACKWARDS
+        )
     step = total.to(steps.dtype.element_ty)
     tl.store(base + tl.cast(count, tl.int64) * d + row + lane, step, mask=inside)
     if tl.load(moves + b) != 0:
@@ -311,7 +314,7 @@ class Sweep:
         _step[grid](
             self.z, fz, self.steps, self.parts, self.table, self.weight, self.lead, self.moves,
             self.counter, batch, d, stride, t,
-            PARTS=self.in_parts, TILE=tuning.tile, **common, **moving,
+            PARTS=self.in_parts, BACKWARDS=tuning.backwards, TILE=tuning.tile, **common, **moving,
             num_warps=tuning.step_warps,
         )  # fmt: skip
 

@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gdeq.kernels import product
 from gdeq.kernels.choice import on_device
-from gdeq.kernels.chunks import ALIGNMENT, place, places, table, weighted_steps
+from gdeq.kernels.chunks import ALIGNMENT, place, places, table, weighted_steps, work
 
 BLOCK = 1024  # numbers in a chunk
 TILE = 4  # stored steps that a program reads at once
@@ -18,19 +19,19 @@ DOTS_WARPS, APPLY_WARPS = 1, 4
 
 @triton.jit
 def _dots_of(
-    x, steps, table, partial, batch, d, step_stride, chunks, count,
+    x, steps, table, partial, batch, d, step_stride, chunks, begin, end,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """a_j = s_jᵀx of `ProductInverse.matvec`: one chunk of each."""
+    """a_j = s_jᵀx of `ProductInverse.matvec`, begin ≤ j < end: one chunk of each."""
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
     column, inside = row + lane, lane < length
     here = tl.load(x + in_rows, mask=inside, other=0.0)
     base = steps + b * step_stride
     out = partial + (b * chunks + chunk) * PLACES
-    for first in range(0, count, TILE):
+    for first in range(begin, end, TILE):
         j = first + tl.arange(0, TILE)
-        known = j < count
+        known = j < end
         where = j.to(tl.int64)[:, None] * d + column[None, :]
         s = tl.load(base + where, mask=known[:, None] & inside[None, :], other=0.0)
         tl.store(out + j, tl.sum(s.to(here.dtype) * here[None, :], 1), mask=known)
@@ -38,7 +39,7 @@ def _dots_of(
 
 @triton.jit
 def _weights_of(
-    partial, gram, keep, weight, chunks, count,
+    partial, gram, keep, weight, chunks, count, begin, end,
     TRANSPOSED: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """`gdeq.product.weights` or `transposed_weights`: one sample."""
@@ -48,7 +49,7 @@ def _weights_of(
     a = tl.zeros((PLACES,), dtype=kind)
     for first in range(0, chunks, CHUNKS):
         c = first + tl.arange(0, CHUNKS)
-        known = (c < chunks)[:, None] & (place < count)[None, :]
+        known = (c < chunks)[:, None] & ((place >= begin) & (place < end))[None, :]
         where = partial + ((b * chunks + c) * PLACES)[:, None] + place[None, :]
         a += tl.sum(tl.load(where, mask=known, other=0.0), 0)
     of_b = gram + b * PLACES * PLACES
@@ -76,25 +77,32 @@ def _weights_of(
 @triton.jit
 def _apply(
     x, y, steps, table, weight, batch, d, step_stride, count,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+    ALIGNED: tl.constexpr, BACKWARDS: tl.constexpr, NEGATIVE: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """y = −(x + Σ weight_j s_j): one chunk."""
-    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    """y = ∓(x + Σ weight_j s_j), + if NEGATIVE: one chunk."""
+    chunk, b = work(BACKWARDS)
     lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
     inside = lane < length
     total = tl.load(x + in_rows, mask=inside, other=0.0)
     base = steps + b * step_stride
-    total = weighted_steps(total, base, weight + b * PLACES, lane, row, length, d, count, TILE)
-    tl.store(y + in_rows, -total, mask=inside)
+    total = weighted_steps(
+        total, base, weight + b * PLACES, lane, row, length, d, count, TILE, BACKWARDS
+    )
+    tl.store(y + in_rows, total if NEGATIVE else -total, mask=inside)
 
 
-def apply(steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool) -> Tensor:
-    """`ProductInverse.matvec`."""
+def apply(
+    steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool, negative: bool = False
+) -> Tensor:
+    """`ProductInverse.matvec`, or its negative."""
     with on_device(x):
-        return _applied(steps, gram, keep, x, transposed)
+        return _applied(steps, gram, keep, x, transposed, negative)
 
 
-def _applied(steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool) -> Tensor:
+def _applied(
+    steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool, negative: bool
+) -> Tensor:
     batch, count, d = steps.shape
     x = x.contiguous()
     kind = torch.promote_types(x.dtype, gram.dtype)
@@ -106,20 +114,23 @@ def _applied(steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: b
         gram, keep = pad(gram, (0, more, 0, more)), pad(keep, (0, more))
     partial = gram.new_empty(batch, chunks, wide)
     weight = gram.new_empty(batch, wide)
-    kept = keep.to(torch.int8)
+    kept = keep.view(torch.int8)
     aligned = d % ALIGNMENT == 0
     stride = steps.stride(0)
+    # No factor asks for s_0ᵀx in the transposed product, nor for the last a_j in the other.
+    begin, end = (1, count) if transposed else (0, count - 1)
     _dots_of[(chunks, batch)](
-        x, steps, chunk_table, partial, batch, d, stride, chunks, count,
+        x, steps, chunk_table, partial, batch, d, stride, chunks, begin, end,
         ALIGNED=aligned, BLOCK=BLOCK, TILE=TILE, PLACES=wide, num_warps=DOTS_WARPS,
     )  # fmt: skip
     _weights_of[(batch,)](
-        partial, gram, kept, weight, chunks, count,
+        partial, gram, kept, weight, chunks, count, begin, end,
         TRANSPOSED=transposed, PLACES=wide, CHUNKS=32, num_warps=1,
     )  # fmt: skip
     y = torch.empty_like(x)
     _apply[(chunks, batch)](
         x, y, steps, chunk_table, weight, batch, d, stride, count,
-        ALIGNED=aligned, BLOCK=BLOCK, TILE=TILE, PLACES=wide, num_warps=APPLY_WARPS,
+        ALIGNED=aligned, BACKWARDS=product.tuning.backwards, NEGATIVE=negative,
+        BLOCK=BLOCK, TILE=TILE, PLACES=wide, num_warps=APPLY_WARPS,
     )  # fmt: skip
     return y
