@@ -76,17 +76,13 @@ def test_runs_are_made_and_not_made_again(gdeq, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_killed_run_goes_on_to_the_same_end(gdeq, tmp_path):
-    zygote = training_runs.Zygote()
+def test_a_killed_run_goes_on_to_the_same_end(gdeq, zygote, tmp_path):
     args = ["paper", "run", *only("gdeq-seed1"), *SETS, "--set", "epochs=4"]
-    try:
-        child = zygote.start(tmp_path / "log", *args, "--out", tmp_path / "out")
-        run = tmp_path / "out" / "gdeq-seed1"
-        assert training_runs.wait_until(lambda: training_runs.steps_seen(run) >= 6, child)
-        child.kill(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
-    finally:
-        zygote.close()
+    child = zygote.start(tmp_path / "log", *args, "--out", tmp_path / "out")
+    run = tmp_path / "out" / "gdeq-seed1"
+    assert training_runs.wait_until(lambda: training_runs.steps_seen(run) >= 6, child)
+    child.kill(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
     assert not (run / "summary.json").exists()
     assert training_runs.checkpoints(run)
     code, said = gdeq(*args, "--out", tmp_path / "out")
