@@ -23,8 +23,15 @@ CPU = process.Process(torch.device("cpu"))
 ADAPT = ["adapt.enabled=true", "solver.tol=0", "adapt.every=1"]
 
 
-def controller(jacobian_weight=0.0, **settings):
+def beginning(jacobian_weight=0.0, **settings):
     return adapting.Controller(AdaptConfig(enabled=True, **settings), jacobian_weight)
+
+
+def controller(jacobian_weight=0.0, **settings):
+    """One that has come down to its lowest rungs: from there every move can be told."""
+    made = beginning(jacobian_weight, **settings)
+    made.forward.rung = made.backward.rung = 0
+    return made
 
 
 def steps_under(made, residual_of, looks, backward=0.2):
@@ -39,11 +46,28 @@ def steps_under(made, residual_of, looks, backward=0.2):
 # -- the controller --------------------------------------------------------------------------------
 
 
-def test_begins_at_the_bottom_and_stays_there():
-    made = controller()
+def test_begins_in_the_middle_and_comes_down_with_room_alone():
+    made = beginning()
+    assert made.choice == adapting.Choice(9, 2, 0.0)
+    assert [made.look(0.01, 0.3) for _ in range(5)] == [None] * 5  # reached, and no room
+    found = [made.choice.steps, *steps_under(made, lambda _: 1e-4, 20, backward=0.01)]
+    assert list(dict.fromkeys(found)) == [9, 7, 6, 5, 4]
     assert made.choice == adapting.Choice(4, 0, 0.0)
-    assert made.look(1e-4, 0.01) is None
-    assert made.choice == adapting.Choice(4, 0, 0.0)
+    assert made.look(1e-4, 0.01) is None  # and stays there
+
+
+def test_no_penalty_before_the_rungs_above_the_first_were_tried():
+    made = beginning()
+    found = []
+    for _ in range(5):
+        made.look(1.0, 0.2)
+        found.append((made.choice.steps, made.choice.jacobian_weight))
+    assert found == [(12, 0), (15, 0), (18, 0), (18, 0.5), (18, 1)]
+
+
+@pytest.mark.parametrize(("rungs", "first"), [((5,), 5), ((5, 6), 6), ((5, 6, 7), 6)])
+def test_the_middle_of_short_ladders(rungs, first):
+    assert beginning(steps=rungs).choice.steps == first
 
 
 def test_one_rung_up_at_each_look_above_the_target():
@@ -78,6 +102,18 @@ def test_settles_where_the_target_is_met(rate):
     late = found[-100:]
     assert sum(a != b for a, b in pairwise(late)) <= 2 * (100 // 16 + 1)
     assert made.choice.jacobian_weight == 0
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.45, 0.6, 0.7])
+def test_settles_from_the_middle_too(rate):
+    """From above it may stay one rung higher: where there is not room enough to try the next."""
+    rungs = AdaptConfig().steps
+    found = steps_under(beginning(), lambda steps: rate**steps, 400)
+    enough = next(n for n, steps in enumerate(rungs) if rate**steps <= 1e-2)
+    for settled in rungs[enough : enough + 2]:
+        if found[10:].count(settled) >= 0.9 * len(found[10:]):
+            return
+    raise AssertionError(found)
 
 
 def test_a_try_that_was_taken_back_waits_longer():
@@ -332,6 +368,23 @@ def test_a_warning_once_an_epoch(trainer):
     assert "lower optimizer.lr, or raise adapt.forward" in warnings[0]
 
 
+def test_what_to_do_where_it_no_longer_converges(trainer):
+    """Not solver.max_iter, which nobody reads here."""
+    texts = []
+    for settings in (["solver.tol=1e-3"], ["solver.tol=1e-3", "adapt.forward=0.5"]):
+        made = trainer(*settings)
+        made.progress.say, made.step = texts.append, 1
+        made._log(0, {"loss": 1.0, "residual": 0.3, "samples": training_runs.BATCH})
+    climbing, content = texts
+    assert "mean residual 3.0e-01 at step 1): adapt.forward=0.01 is not reached" in climbing
+    assert (
+        "of at most 18; if that lasts, add larger numbers to adapt.steps, lower optimizer.lr"
+        in climbing
+    )
+    assert content.endswith("lower adapt.forward=0.5, which allows it")
+    assert not any("max_iter" in text for text in texts)
+
+
 def test_the_test_is_solved_as_configured(trainer):
     made = trainer("solver.max_iter=7", "epochs=1", "ema=0.5")
     scripted(made, [(4, 1, 0.0)])
@@ -362,7 +415,7 @@ def test_decisions_are_in_the_records(moving):
     lines = training_runs.metrics(moving)
     changes = [r for r in lines if r["kind"] == "adapt"]
     assert len(changes) >= 3
-    last = {"max_iter": 2, "refine": 0, "jacobian_weight": 0.1}
+    last = {"max_iter": 3, "refine": 1, "jacobian_weight": 0.1}
     for line in lines:
         if line["kind"] == "adapt":
             now = {key: line[key] for key in last}
@@ -398,7 +451,7 @@ def test_resumed_bit_for_bit(tmp_path, few_images, moving, stop):
 
 
 def test_a_checkpoint_from_before(trainer):
-    """Without a word of the controller: it begins at the bottom."""
+    """Without a word of the controller: it begins as in a new run."""
     made = trainer("adapt.enabled=false")
     made.one_step(*next(made.train_batches.epoch(0))[1])
     state = copy.deepcopy(made.state())
@@ -407,13 +460,13 @@ def test_a_checkpoint_from_before(trainer):
     again = trainer()
     again.restore(state)
     again.run_lock.release()
-    assert again.controller.choice.steps == 4
+    assert again.controller.choice == beginning().choice
 
 
 def test_two_processes_choose_the_same(tmp_path, zygote, few_images):
     """What differs between processes by design, dropout and the penalty's noise, is off."""
     settings = [*TINY, "epochs=3", "adapt.enabled=true", "solver.tol=0", "adapt.every=2"]
-    settings += ["adapt.forward=1e-4", "adapt.steps=[2,3,4,5]", "adapt.jacobian_least=1e-9"]
+    settings += ["adapt.forward=1e-4", "adapt.steps=[2,3,4,5,6]", "adapt.jacobian_least=1e-9"]
     settings += ["adapt.jacobian_most=1e-9"]
     runs.train(tmp_path / "alone", configs.load("digits", settings))
     with socket.socket() as free:

@@ -89,7 +89,7 @@ def _every_rung(trainer: Trainer, first: int) -> None:
         trainer.step = first
         trainer.one_step(images, labels)
     for ladder in ladders:
-        ladder.rung = len(ladder.rungs) // 2
+        ladder.rung = ladder.middle
 
 
 def _step_seconds(trainer: Trainer, first: int) -> float:

@@ -10,8 +10,13 @@ target and a ladder of costs:
 - above its target on the highest rung: f is no longer contractive enough for the budget, and the
   weight of the Jacobian penalty is doubled.  It is halved again while there are rungs to spare.
 
-It begins on the lowest rungs: f is hardly coupled to z at first.  Everything here is plain numbers,
-decided at the host between two steps; what was decided is a function of what was measured alone.
+It begins in the middle of each ladder.  On the lowest rungs, the first epoch, in which the rate is
+at its largest, would be trained with the worst solves, until enough looks have led up.  On the
+highest, an f that is above its target would be penalised at the first look, and coming down takes
+``patience`` looks a rung; from the middle the first rungs are free in both directions.
+
+Everything here is plain numbers, decided at the host between two steps; what was decided is a
+function of what was measured alone.
 """
 
 from __future__ import annotations
@@ -54,7 +59,7 @@ class Ladder:
 
     def __init__(self, rungs: tuple[int, ...], target: float, room: float, patience: int) -> None:
         self.rungs, self.target, self.room, self.patience = rungs, target, room, patience
-        self.rung = 0
+        self.rung = self.middle
         self.calm = 0  # looks in a row with room to spare
         self.wait = patience  # so many of them before the next try
         self.tried = False  # the last move was down
@@ -62,6 +67,10 @@ class Ladder:
     @property
     def value(self) -> int:
         return self.rungs[self.rung]
+
+    @property
+    def middle(self) -> int:
+        return len(self.rungs) // 2
 
     @property
     def at_top(self) -> bool:

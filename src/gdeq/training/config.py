@@ -144,7 +144,8 @@ class AdaptConfig:
     """Forward steps, refinement and penalty that follow the residuals (gdeq.training.adapting).
 
     For gradient=gdeq.  In training ``solver.max_iter``, ``gradient.refine`` are then not read: it
-    begins on the lowest rungs.  The test is still solved with ``solver.max_iter``.
+    begins in the middle of ``steps`` and ``refine``.  The test is still solved with
+    ``solver.max_iter``.
     """
 
     enabled: bool = False

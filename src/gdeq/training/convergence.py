@@ -13,6 +13,7 @@ class ConvergenceWatch:
         # Without a tolerance, or unrolled, convergence is not asked for.
         self.asked = tol > 0 and config.gradient.name != "unrolled"
         self.limit = max(0.1, 10 * tol)
+        self.adapt = config.adapt
         self.told: int | None = None  # the epoch of the last warning
 
     def warning(self, epoch: int, step: int, residual: float) -> str | None:
@@ -21,6 +22,20 @@ class ConvergenceWatch:
         self.told = epoch
         return (
             f"warning: the solver no longer converges (mean residual {residual:.1e} "
-            f"at step {step}): raise solver.max_iter, or hold f down with "
-            "jacobian_weight=1 or a lower optimizer.lr"
+            f"at step {step}): {self._advice(residual)}"
+        )
+
+    def _advice(self, residual: float) -> str:
+        adapt = self.adapt
+        if not adapt.enabled:
+            return (
+                "raise solver.max_iter, or hold f down with jacobian_weight=1 or a lower "
+                "optimizer.lr"
+            )
+        if residual <= adapt.forward:  # nobody asks for more steps
+            return f"lower adapt.forward={adapt.forward:g}, which allows it"
+        return (
+            f"adapt.forward={adapt.forward:g} is not reached with the steps in use, of at most "
+            f"{adapt.steps[-1]}; if that lasts, add larger numbers to adapt.steps, lower "
+            "optimizer.lr, or raise adapt.jacobian_most"
         )
