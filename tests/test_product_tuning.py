@@ -12,6 +12,7 @@ import torch
 
 import gdeq
 from gdeq.kernels import choice
+from gdeq.product import PlainSweep
 from problems import assert_near
 
 pytest.importorskip("triton")
@@ -47,7 +48,7 @@ def test_backwards_is_forwards_in_another_order(monkeypatch):
     for backwards in [True, False]:
         few(monkeypatch, backwards=backwards)
         with choice.use("triton"):
-            solution = gdeq.solve(f, z0, gdeq.Broyden(9, 0.0))
+            solution = gdeq.solve(f, z0, gdeq.Broyden(6, 0.0))
             inverse = solution.inverse
             found[backwards] = solution.z, inverse.matvec(x), inverse.rmatvec(x)
     for a, b in zip(found[True], found[False], strict=True):
@@ -80,3 +81,154 @@ def test_no_factor_asks_for_the_inner_product_that_is_not_formed(transposed):
         weigh = gdeq.product.transposed_weights if transposed else gdeq.product.weights
         weight = weigh(dots, inverse.gram, inverse.keep)
         assert_near(expected, -(x + torch.einsum("bj,bjd->bd", weight, inverse.steps)), 1e-10)
+
+
+HALF = torch.finfo(torch.bfloat16).eps
+
+
+def drive(kind, dtype, solver, precision, steps, **fields):
+    """A sweep by hand; at the fourth call the last sample is lost, and the first is solved soon."""
+    f, z0 = bumpy(dtype, batch=4)
+    parts = torch.bfloat16 if precision == HALF and dtype == torch.float32 else dtype
+    sweep = kind(z0, [z0.shape[1]], parts, solver, precision, steps, None)
+    for name, value in fields.items():
+        setattr(sweep, name, value)
+    for t in range(steps + 1):
+        fz = f(sweep.parts.view_as(z0).to(dtype)).to(parts)
+        fz[0] = 0.5
+        if t >= 3:
+            fz[-1] = torch.nan
+        sweep.take(t, fz.reshape(-1))
+    return sweep
+
+
+def noted(sweep):
+    known = sweep.gram.tril(), sweep.keep, sweep.weight, sweep.lead, sweep.moves
+    return sweep.z, sweep.steps, *known, sweep.real, sweep.whole, sweep.trace, sweep.arrived
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(noted(a), noted(b), strict=True):
+        assert torch.equal(x.nan_to_num(-1.0), y.nan_to_num(-1.0))
+
+
+class Counted:
+    """A kernel, and how often it was launched."""
+
+    def __init__(self, kernel):
+        self.kernel, self.launched = kernel, 0
+
+    def __getitem__(self, grid):
+        self.launched += 1
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize(
+    ("tol", "stop"), [(0.0, "relative"), (1e-3, "relative"), (1e-3, "absolute")]
+)
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [(torch.float64, 2.2e-16), (torch.float32, 1.2e-7), (torch.float32, HALF)],
+    ids=["float64", "float32", "bfloat16"],
+)
+def test_who_judges_changes_no_bit(monkeypatch, dtype, precision, tol, stop):
+    solver = gdeq.Broyden(5, tol, stop=stop)
+    apart = Counted(product._judge)
+    monkeypatch.setattr(product, "_judge", apart)
+    few(monkeypatch, judge_in_dots=True)
+    found = drive(product.Sweep, dtype, solver, precision, 5)
+    assert apart.launched == 0
+    assert not found.arrived.any()
+    few(monkeypatch, judge_in_dots=False)
+    expected = drive(product.Sweep, dtype, solver, precision, 5)
+    assert apart.launched == 6
+    assert_same_bits(found, expected)
+
+
+def test_more_than_one_warp_does_not_judge(monkeypatch):
+    apart = Counted(product._judge)
+    monkeypatch.setattr(product, "_judge", apart)
+    few(monkeypatch, judge_in_dots=True, dots_warps=2)
+    drive(product.Sweep, torch.float64, gdeq.Broyden(3, 0.0), 2.2e-16, 3)
+    assert apart.launched == 4
+
+
+def test_the_change_of_g_from_inner_products_decides_as_the_measured_one(monkeypatch):
+    """Then all the rest is the same too; also beside samples that are solved, or lost."""
+    solver, steps = gdeq.Broyden(12, 1e-3), 12
+    few(monkeypatch, change_from_dots=True)
+    found = drive(product.Sweep, torch.float32, solver, HALF, steps)
+    assert found.last_fz is found.parts  # nothing is kept of f
+    few(monkeypatch, change_from_dots=False)
+    measured = drive(product.Sweep, torch.float32, solver, HALF, steps)
+    assert measured.last_fz is not measured.parts
+    assert_same_bits(found, measured)
+    assert_kept_for_a_while(found.keep[:, :steps])
+
+
+def test_the_change_of_g_from_inner_products_is_that_of_the_plain_form(monkeypatch):
+    """In float64, where it could be measured as well, and with the noise guard of bfloat16."""
+    solver, steps = gdeq.Broyden(12, 0.0), 12
+    few(monkeypatch)
+    found = drive(product.Sweep, torch.float64, solver, HALF, steps, measured=False)
+    plain = drive(PlainSweep, torch.float64, solver, HALF, steps)
+    assert torch.equal(found.keep[:, :steps] != 0, plain.keep[:, :steps])
+    assert_kept_for_a_while(plain.keep[:, :steps])
+    assert_near(found.z, plain.z, 1e-9)
+    assert_near(found.gram[:, :steps, :steps], plain.gram[:, :steps, :steps], 1e-9)
+    assert found.ledger.codes.tolist() == plain.ledger.codes.tolist()
+
+
+def assert_kept_for_a_while(keep):
+    """The noise guard has had its say: each sample learns at first, and then no more."""
+    kept = keep.bool().sum(1)
+    assert (kept > 0).all()
+    assert (kept < keep.shape[1]).all()
+    assert len(kept.unique()) > 2
+
+
+def test_the_change_of_g_is_measured_where_steps_are_not_rounded(monkeypatch):
+    few(monkeypatch, change_from_dots=True)
+    sweep = drive(product.Sweep, torch.float32, gdeq.Broyden(2, 0.0), 1.2e-7, 2)
+    assert sweep.measured
+    assert sweep.last_fz is not sweep.parts
+
+
+def flies_away(dtype, slope, far):
+    """g = 1 − slope·z near 0, so the second step leads far away, where g is ``far``."""
+
+    def f(z):
+        g = torch.where(z.abs() < 100, 1 - slope * z, far * torch.ones_like(z))
+        g[1] = 0.5 * torch.cos(z[1]) - z[1]  # beside a sample that converges
+        return z + g
+
+    return f, torch.zeros(2, 5, dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize("form", ["plain", "triton"])
+@pytest.mark.parametrize(
+    ("dtype", "slope", "far"),
+    [(torch.float64, 1e-6, 0.5), (torch.float32, 3e-6, 0.0)],
+    ids=["g is still large", "g vanishes in rounding"],
+)
+def test_a_far_iterate_is_not_taken_for_a_solution(form, dtype, slope, far):
+    """Beside a z that ran away any g is small: one test each for the two signs of it."""
+    f, z0 = flies_away(dtype, slope, far)
+    precision, tol = torch.finfo(dtype).eps, 1e-3
+    solver = gdeq.Broyden(3, tol)
+    kind = product.Sweep if form == "triton" else PlainSweep
+    sweep = kind(z0, [5], dtype, solver, precision, 3, None)
+    for t in range(3):
+        sweep.take(t, f(sweep.z).reshape(-1))
+    ledger = sweep.ledger
+    assert ledger.relative[0] <= tol  # it looks converged
+    assert sweep.z[0].abs().min() > 1e4
+    assert ledger.codes.tolist() == [int(gdeq.Status.RUNNING)] * 2
+    assert ledger.active.all()
+    with choice.use("off"):
+        expected = gdeq.solve(f, z0, gdeq.Broyden(20, tol))
+    with choice.use(form):
+        found = gdeq.solve(f, z0, gdeq.Broyden(20, tol))
+    assert found.codes.tolist() == expected.codes.tolist()
+    assert found.converged.tolist() == [False, True]
+    assert found.steps.tolist() == expected.steps.tolist()

@@ -1,4 +1,4 @@
-"""`gdeq.product` on a GPU, in three kernels an iterate: inner products, decision, combination.
+"""`gdeq.product` on a GPU, in two kernels an iterate: inner products and decision, combination.
 
 Read `gdeq.product.PlainSweep` first; each function here says which of its lines it computes.
 Vectors are cut in chunks (`gdeq.kernels.chunks`), a program takes one chunk of one sample, and sums
@@ -30,7 +30,6 @@ from gdeq.kernels.product_judge import (
     STEPS,
     WHOLES,
     judge,
-    judge_first,
 )
 from gdeq.ledger import Ledger, flight_limit
 from gdeq.product import ProductInverse, store_dtype
@@ -47,6 +46,10 @@ class Tuning:
     dots_warps: int = 1  # sums then need no other warp
     step_warps: int = 4
     backwards: bool = True  # the second pass over the steps starts where the first one ended
+    # Who sums the last chunk of a sample judges it (in one warp, so only with dots_warps = 1).
+    judge_in_dots: bool = True
+    # ‖y‖ from inner products that are known, where steps are rounded: f at the last z is not read.
+    change_from_dots: bool = True
 
 
 tuning = Tuning()
@@ -67,14 +70,18 @@ def _store_squares(at, g, there, here, y):
 
 @triton.jit(do_not_specialize=["count"])
 def _dots(
-    z, fz, last_fz, steps, chunk_table, partial, norms, counter, batch, d, step_stride, chunks,
-    count,
-    COUNTED: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+    z, fz, last_fz, steps, chunk_table, d, step_stride, arrived,
+    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
+    batch, chunks, count, most, tol, precision, eps, noise, flight,
+    JUDGE: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
+    WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """a_j = s_jᵀg, the new row s_jᵀs_{t−1} of G, and ‖g‖², ‖f(z)‖², ‖z‖², ‖y‖²: one chunk of each.
 
-    Where squares may have overflowed or vanished, they are summed again in float64.
+    Where squares may have overflowed or vanished, they are summed again in float64.  MEASURED: ‖y‖
+    is not found in another way.  JUDGE: the program of a sample that is done last also judges it.
     """
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if COUNTED:
@@ -85,15 +92,19 @@ def _dots(
     here = tl.load(z + in_rows, mask=inside, other=0.0)
     there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
     base = steps + b * step_stride
+    out = partial + (b * chunks + chunk) * 2 * PLACES
     g = there - here
+    y = g
+    last = count - 1
     newest = tl.zeros_like(g)
-    y = tl.zeros_like(g)
     if count > 0:
-        before = tl.load(last_fz + in_parts, mask=inside, other=0.0).to(kind)
-        newest = tl.load(
-            base + tl.cast(count - 1, tl.int64) * d + column, mask=inside, other=0.0
-        ).to(kind)
-        y = there - before - newest
+        newest = tl.load(base + tl.cast(last, tl.int64) * d + column, mask=inside, other=0.0)
+        newest = newest.to(kind)
+        tl.store(out + last, tl.sum(newest * g, 0))
+        tl.store(out + PLACES + last, tl.sum(newest * newest, 0))
+        if MEASURED:
+            before = tl.load(last_fz + in_parts, mask=inside, other=0.0).to(kind)
+            y = there - before - newest
     at = norms + (b * chunks + chunk) * 4
     gg, ff, zz, yy = (
         tl.sum(g * g, 0),
@@ -109,38 +120,40 @@ def _dots(
     tl.store(at + 3, yy.to(tl.float64))
     if (least < SMALL) | ((largest <= 1 / SMALL) == 0):  # NaN too
         _store_squares(at, g, there, here, y)
-    out = partial + (b * chunks + chunk) * 2 * PLACES
-    for first in range(0, count, TILE):
+    for first in range(0, last, TILE):
         j = first + tl.arange(0, TILE)
-        known = j < count
+        known = j < last
         where = j.to(tl.int64)[:, None] * d + column[None, :]
         s = tl.load(base + where, mask=known[:, None] & inside[None, :], other=0.0).to(kind)
         tl.store(out + j, tl.sum(s * g[None, :], 1), mask=known)
         tl.store(out + PLACES + j, tl.sum(s * newest[None, :], 1), mask=known)
+    if JUDGE:
+        tl.debug_barrier()  # what all lanes have stored goes before the count
+        if tl.atomic_add(arrived + b, 1, sem="acq_rel") == chunks - 1:
+            tl.store(arrived + b, 0)  # for the next iterate
+            judge(
+                b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
+                batch, chunks, count, most, tol, precision, eps, noise, flight,
+                FIRST, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
 def _judge(
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
     batch, chunks, count, most, tol, precision, eps, noise, flight,
-    COUNTED: tl.constexpr, FIRST: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr,
-    LINEAR: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
+    COUNTED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
+    WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
+    PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     if COUNTED:
         count = tl.load(counter)
-    if FIRST:
-        judge_first(
-            b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-            batch, chunks, count, most, tol, precision, eps, noise, flight,
-            WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
-        )  # fmt: skip
-    else:
-        judge(
-            b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-            batch, chunks, count, most, tol, precision, eps, noise, flight,
-            WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
-        )  # fmt: skip
+    judge(
+        b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
+        batch, chunks, count, most, tol, precision, eps, noise, flight,
+        FIRST, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -246,6 +259,9 @@ class Sweep:
         chunks = len(self.table)
         self.partial = z.new_empty(batch, chunks, 2, self.places)
         self.norms = torch.empty(batch, chunks, 4, dtype=torch.float64, device=device)
+        self.arrived = torch.zeros(batch, dtype=torch.int32, device=device)
+        rounded = self.steps.dtype != z.dtype
+        self.measured = not (rounded and tuning.change_from_dots)  # ‖y‖; else nothing keeps f
         self.returned = self.last_fz = self.parts
 
     def any_active(self) -> bool:
@@ -256,6 +272,8 @@ class Sweep:
         if t == self.steps.shape[1]:
             self._grow()
         self._launch(t, fz, counted=False)
+        if not self.measured:
+            return
         # An f that writes into the same memory at each call would leave no trace of the last one.
         reused = t == 0 or fz.data_ptr() == self.returned.data_ptr()
         self.returned, self.last_fz = fz, fz.clone() if reused else fz
@@ -265,12 +283,14 @@ class Sweep:
         device = self.z.device
         self.counter = torch.ones((), dtype=torch.int32, device=device)
         self.unfinished = torch.ones(1, dtype=torch.int64, device=device)
-        self.last_fz = self.last_fz.clone()
+        if self.measured:
+            self.last_fz = self.last_fz.clone()
 
     def take_next(self, fz: Tensor) -> None:
         fz = fz.contiguous()
         self._launch(1, fz, counted=True)
-        self.last_fz.copy_(fz)
+        if self.measured:
+            self.last_fz.copy_(fz)
         self.counter += 1
         torch.sum(self.whole[ACTIVE], 0, keepdim=True, out=self.unfinished)
 
@@ -283,6 +303,7 @@ class Sweep:
         stride, chunks = self.steps.stride(0), len(self.table)
         solver, precision = self.solver, self.precision
         scale = self.real if self.scale is None else self.scale
+        sums = self.norms, self.partial, scale
         kept = self.gram, self.keep, self.weight, self.lead, self.moves
         noted = self.real, self.whole, self.trace, self.counter
         limits = (
@@ -293,28 +314,29 @@ class Sweep:
             noise_level(precision),
             flight_limit(solver.tol, precision),
         )
+        verdict = *sums, *kept, *noted, batch, chunks, t, *limits
         common = {"COUNTED": counted, "PLACES": self.places}
         judging = {
+            "FIRST": t == 0,
+            "MEASURED": self.measured,
             "WATCH": solver.tol > 0,
             "RELATIVE_STOP": solver.stop == "relative",
             "LINEAR": self.scale is not None,
             "CHUNKS": 32,
         }
-        moving = {"ALIGNED": self.aligned, "BLOCK": tuning.block}
+        moving = {"ALIGNED": self.aligned, "BLOCK": tuning.block, "TILE": tuning.tile}
         grid = (chunks, batch)
+        at_once = tuning.judge_in_dots and tuning.dots_warps == 1
         _dots[grid](
-            self.z, fz, self.last_fz, self.steps, self.table, self.partial, self.norms,
-            self.counter, batch, d, stride, chunks, t,
-            TILE=tuning.tile, **common, **moving, num_warps=tuning.dots_warps,
+            self.z, fz, self.last_fz, self.steps, self.table, d, stride, self.arrived, *verdict,
+            JUDGE=at_once, **common, **judging, **moving, num_warps=tuning.dots_warps,
         )  # fmt: skip
-        _judge[(batch,)](
-            self.norms, self.partial, scale, *kept, *noted, batch, chunks, t, *limits,
-            FIRST=t == 0, **common, **judging, num_warps=1,
-        )  # fmt: skip
+        if not at_once:
+            _judge[(batch,)](*verdict, **common, **judging, num_warps=1)
         _step[grid](
             self.z, fz, self.steps, self.parts, self.table, self.weight, self.lead, self.moves,
             self.counter, batch, d, stride, t,
-            PARTS=self.in_parts, BACKWARDS=tuning.backwards, TILE=tuning.tile, **common, **moving,
+            PARTS=self.in_parts, BACKWARDS=tuning.backwards, **common, **moving,
             num_warps=tuning.step_warps,
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """What `gdeq.kernels.product` decides for a sample between its inner products and its next step.
 
-`judge_first` and `judge` say which lines of `gdeq.ledger` and `gdeq.product` they compute.  In
-one warp: a second could read a sample's numbers after the first has replaced them.
+`_judge_first` and `_judge_next` say which lines of `gdeq.ledger` and `gdeq.product` they compute.
+In one warp: a second could read a sample's numbers after the first has replaced them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,33 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
-def summed_norms(norms, b, chunks, CHUNKS: tl.constexpr):
-    """‖g‖², ‖f(z)‖², ‖z‖², ‖y‖² of a sample."""
+def _sums(
+    norms, partial, b, chunks, count,
+    MEASURED: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """‖g‖², ‖f(z)‖², ‖z‖², ‖y‖² (if MEASURED), a and the new row of G, over the chunks of a sample.
+
+    Past the nearest cache: other programs of the same kernel may have written them.
+    """
     gg = tl.zeros((CHUNKS,), dtype=tl.float64)
     ff, zz, yy = gg, gg, gg
+    place = tl.arange(0, PLACES)
+    a = tl.zeros((PLACES,), dtype=partial.dtype.element_ty)
+    row = a
     for first in range(0, chunks, CHUNKS):
         c = first + tl.arange(0, CHUNKS)
         at, known = norms + (b * chunks + c) * 4, c < chunks
-        gg += tl.load(at, mask=known, other=0.0)
-        ff += tl.load(at + 1, mask=known, other=0.0)
-        zz += tl.load(at + 2, mask=known, other=0.0)
-        yy += tl.load(at + 3, mask=known, other=0.0)
-    return tl.sum(gg, 0), tl.sum(ff, 0), tl.sum(zz, 0), tl.sum(yy, 0)
+        gg += tl.load(at, mask=known, other=0.0, cache_modifier=".cg")
+        ff += tl.load(at + 1, mask=known, other=0.0, cache_modifier=".cg")
+        zz += tl.load(at + 2, mask=known, other=0.0, cache_modifier=".cg")
+        if MEASURED:
+            yy += tl.load(at + 3, mask=known, other=0.0, cache_modifier=".cg")
+        known = known[:, None] & (place < count)[None, :]
+        where = partial + ((b * chunks + c) * 2 * PLACES)[:, None] + place[None, :]
+        a += tl.sum(tl.load(where, mask=known, other=0.0, cache_modifier=".cg"), 0)
+        where += PLACES
+        row += tl.sum(tl.load(where, mask=known, other=0.0, cache_modifier=".cg"), 0)
+    return tl.sum(gg, 0), tl.sum(ff, 0), tl.sum(zz, 0), tl.sum(yy, 0), a, row
 
 
 @triton.jit
@@ -49,15 +64,15 @@ def _row(gram, keep, b, j, place, PLACES: tl.constexpr):
 
 
 @triton.jit
-def judge_first(
+def _judge_first(
     b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
     batch, chunks, count, most, tol, precision, eps, noise, flight,
-    WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
+    MEASURED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """`Ledger.__init__`; the first step is g."""
     kind = real.dtype.element_ty
-    gg, ff, zz, _yy = summed_norms(norms, b, chunks, CHUNKS)
+    gg, ff, zz, _yy, _a, _row = _sums(norms, partial, b, chunks, 0, False, PLACES, CHUNKS)
     absolute = tl.sqrt(gg).to(kind)
     if LINEAR:
         size = tl.load(scale + b)
@@ -91,15 +106,15 @@ def judge_first(
 
 
 @triton.jit
-def judge(
+def _judge_next(
     b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
     batch, chunks, count, most, tol, precision, eps, noise, flight,
-    WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
+    MEASURED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """`Ledger.accepts` and `Ledger.note`, then the weights of `PlainSweep._learn`: one sample."""
     kind = real.dtype.element_ty
-    gg, ff, zz, yy = summed_norms(norms, b, chunks, CHUNKS)
+    gg, ff, zz, yy, a, row = _sums(norms, partial, b, chunks, count, MEASURED, PLACES, CHUNKS)
     new_absolute = tl.sqrt(gg).to(kind)
     of_z = tl.sqrt(zz).to(kind)
     at = real + b
@@ -115,7 +130,8 @@ def judge(
     was_active = tl.load(whole + b) != 0
     good = was_active & (new_absolute + size < INFINITY)
     before = tl.load(at + batch)
-    absolute = tl.where(good, new_absolute, tl.load(at))
+    last_absolute = tl.load(at)
+    absolute = tl.where(good, new_absolute, last_absolute)
     new_relative = tl.where(new_absolute > 0, new_absolute / size, new_absolute)
     relative = tl.where(good, new_relative, before)
     residual = relative if RELATIVE_STOP else absolute
@@ -151,14 +167,6 @@ def judge(
 
     # The new row of G, and d
     place = tl.arange(0, PLACES)
-    a = tl.zeros((PLACES,), dtype=kind)
-    row = tl.zeros((PLACES,), dtype=kind)
-    for first in range(0, chunks, CHUNKS):
-        c = first + tl.arange(0, CHUNKS)
-        known = (c < chunks)[:, None] & (place < count)[None, :]
-        where = partial + ((b * chunks + c) * 2 * PLACES)[:, None] + place[None, :]
-        a += tl.sum(tl.load(where, mask=known, other=0.0), 0)
-        row += tl.sum(tl.load(where + PLACES, mask=known, other=0.0), 0)
     last = count - 1
     of_b = gram + b * PLACES * PLACES
     tl.store(of_b + last * PLACES + place, row, mask=place < count)
@@ -189,7 +197,16 @@ def judge(
     difference = tl.sqrt(tl.maximum(squared - 2 * inner + of_q, 0.0))  # ‖s − q‖
     denominator = squared - inner
     sound = tl.abs(denominator) > 1e3 * eps * tl.sqrt(squared) * difference
-    change = tl.sqrt(yy).to(kind)
+    if MEASURED:
+        change = tl.sqrt(yy).to(kind)
+    else:  # y = g_t − g_{t−1}, and s_{t−1} was made of g_{t−1} and steps whose products are known
+        of_g = tl.load(lead + b)
+        of_s = tl.load(weight + b * PLACES + place, mask=place < last, other=0.0)
+        product = tl.sum(tl.where(place == last, a, 0.0), 0)
+        product -= tl.sum(tl.where(of_s != 0, of_s * a, 0.0), 0)
+        product = tl.where(of_g != 0, product / of_g, 0.0)  # g_{t−1}ᵀg_t
+        square = gg.to(kind) - 2 * product + last_absolute * last_absolute
+        change = tl.sqrt(tl.maximum(square, 0.0))
     sound = sound & (change > noise * (of_z + new_absolute))
     kept = good & sound
     tl.store(keep + b * PLACES + last, kept.to(tl.int8))
@@ -197,3 +214,26 @@ def judge(
     tl.store(weight + b * PLACES + place, tl.where(good, longer * d, 0.0))
     tl.store(lead + b, tl.where(good, longer, 0.0))
     tl.store(moves + b, tl.where(count < most, active.to(tl.int32), 0))
+
+
+@triton.jit
+def judge(
+    b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
+    batch, chunks, count, most, tol, precision, eps, noise, flight,
+    FIRST: tl.constexpr, MEASURED: tl.constexpr,
+    WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
+    PLACES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """What follows for sample b from its inner products."""
+    if FIRST:
+        _judge_first(
+            b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
+            batch, chunks, count, most, tol, precision, eps, noise, flight,
+            MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+        )  # fmt: skip
+    else:
+        _judge_next(
+            b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
+            batch, chunks, count, most, tol, precision, eps, noise, flight,
+            MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+        )  # fmt: skip
