@@ -195,6 +195,13 @@ def test_an_unrolled_solution_does_not_speak_of_failure(device):
     assert "\n" not in text
 
 
+def test_one_of_each_is_told_in_the_singular(device):
+    deq = gdeq.DEQ(Cell().to(device), gdeq.Broyden(1, 0.0), gdeq.GDEQ(refine=1))
+    deq(data(device, 1, 4)).sum().backward()
+    assert str(deq.solution).startswith("1 sample, not asked to converge: at most 1 step, ")
+    assert ": 1 VJP, " in str(deq.solution.backward)
+
+
 def test_z0_is_where_the_solver_starts(device):
     seen = []
 

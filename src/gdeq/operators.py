@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gdeq.options import count
 from gdeq.state import State, StateSpace, full_precision
 
 
@@ -94,7 +95,8 @@ class StateInverse:
     space: StateSpace
 
     def __repr__(self) -> str:
-        return f"<inverse of rank {self.rank} for {self.space.batch} samples of {self.space.size}>"
+        samples = count(self.space.batch, "sample")
+        return f"<inverse of rank {self.rank} for {samples} of {self.space.size}>"
 
     @property
     def rank(self) -> int:

@@ -80,3 +80,8 @@ def describe(value: object) -> str:
         return f"the class {value.__name__} itself; write {value.__name__}()"
     text = repr(value)
     return text if len(text) <= 80 else f"a {type(value).__name__}"
+
+
+def count(many: int, name: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{many} {name}" if many == 1 else f"{many} {name}s"

@@ -8,6 +8,7 @@ from enum import IntEnum
 from torch import Tensor
 
 from gdeq.operators import StateInverse
+from gdeq.options import count
 from gdeq.state import State
 
 
@@ -105,13 +106,13 @@ class BackwardRecord:
     def __str__(self) -> str:
         if not self.done:
             return "no backward pass yet"
-        text = f"{self.gradient}: {self.vjps} VJPs"
+        text = f"{self.gradient}: {count(self.vjps, 'VJP')}"
         if self.residual is None:
             text += ", residual not measured"
         elif self.residual.numel():
             text += f", residual at most {self.residual.max().item():.1e}"
         if self.converged is not None:
-            text += f", {int((~self.converged).sum())} samples above the tolerance"
+            text += f", {count(int((~self.converged).sum()), 'sample')} above the tolerance"
         if self.fell_back is not None:
             text += f", {int(self.fell_back.sum())} fell back to JFB"
         return text
@@ -150,14 +151,13 @@ class Solution:
         batch = len(self.codes)
         if batch == 0:
             return "an empty batch; nothing to solve"
-        outcome = (
-            f"at most {int(self.steps.max())} steps, {self.evals} evaluations of f, "
-            f"largest residual {self.residual.max().item():.1e}"
-        )
+        most, evals = count(int(self.steps.max()), "step"), count(self.evals, "evaluation")
+        residual = self.residual.max().item()
+        outcome = f"at most {most}, {evals} of f, largest residual {residual:.1e}"
         ends = self.status
         if all(status in (Status.UNROLLED, Status.FIXED_STEPS) for status in ends):
-            return f"{batch} samples, not asked to converge: {outcome}"
-        lines = [f"{int(self.converged.sum())} of {batch} samples converged in {outcome}"]
+            return f"{count(batch, 'sample')}, not asked to converge: {outcome}"
+        lines = [f"{int(self.converged.sum())} of {count(batch, 'sample')} converged in {outcome}"]
         for i, status in enumerate(ends):
             if status not in (Status.CONVERGED, Status.FIXED_STEPS):
                 residual, steps = self.residual[i].item(), int(self.steps[i])

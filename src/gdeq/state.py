@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gdeq.kernels import choice
+from gdeq.options import count
 
 State = Any  # a tensor, or any nesting of tuples, lists and dicts of tensors
 Vectorized = Callable[[Tensor], Tensor]  # (batch, d) -> (batch, d)
@@ -116,7 +117,7 @@ class StateSpace:
                 )
             if leaf.shape[0] != first.shape[0]:
                 raise StateError(
-                    f"batch sizes differ: {leaves[0][0]} has {first.shape[0]} samples, "
+                    f"batch sizes differ: {leaves[0][0]} has {count(first.shape[0], 'sample')}, "
                     f"{path} has {leaf.shape[0]}; the first dimension of every tensor is the batch"
                 )
             if leaf.device != first.device:

@@ -114,7 +114,7 @@ def test_all_damaged(stopped, few_images, gdeq):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ([], "all 6 steps are done: only the end of the run is left\n"),
+        ([], "step 6 of 6 is done: only the end of the run is left\n"),
         (["epochs=3"], "continuing at step 6 of 9 (epoch 3)\n"),
     ],
 )

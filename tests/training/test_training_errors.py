@@ -25,7 +25,10 @@ def refused(gdeq, *args):
     [
         ("epoch=3", "epochs"),
         ("batchsize=3", "batch_size"),
-        ("optimizer.learning=1", "optimizer.warmup"),
+        ("optimzer.lr=1", "optimizer.lr"),
+        ("augmnt.crp=4", "augment.crop"),
+        ("optimzer=sgd", "optimizer"),
+        ("solvr.zzzz=3", "solver"),
         ("optimiser.lr=1", "optimizer.lr"),
         ("solver.maxiter=1", "solver.max_iter"),
         ("lr=0.1", "optimizer.lr"),
@@ -38,8 +41,13 @@ def test_an_unknown_key_suggests_the_right_one(gdeq, setting, nearest):
     key = setting.split("=")[0]
     said = refused(gdeq, "train", setting, "--dry-run")
     assert f"there is no setting '{key}'" in said
-    assert "did you mean 'optimizer." in said if "learning" in key else f"mean '{nearest}'?" in said
+    assert f"did you mean '{nearest}'?" in said
     assert "gdeq train --help" in said
+
+
+def test_a_key_like_none_of_its_section(gdeq):
+    said = refused(gdeq, "train", "augment.zzzz=1", "--dry-run")
+    assert "there is no setting 'augment.zzzz'; augment has crop, " in said
 
 
 def test_a_key_like_nothing(gdeq):
@@ -137,6 +145,7 @@ def test_a_bad_preset_name(gdeq):
         (b"\xff\xfe\x00binary", "is not valid YAML"),
         (b"- 1\n- 2\n", "must hold settings, one 'key: value' a line"),
         (b"epochz: 1\n", "there is no setting 'epochz'; did you mean 'epochs'?"),
+        (b"solvr:\n  tol: 1\n", "there is no setting 'solvr'; did you mean 'solver'?"),
         (b"solver:\n  tool: 1\n", "there is no setting 'solver.tool'; did you mean 'solver.tol'?"),
         (b"model: large\n", "model holds settings, got 'large'"),
     ],

@@ -23,6 +23,7 @@ from gdeq.bench.steps import (
     torchdeq_is_there,
 )
 from gdeq.bench.where import profile, roofline
+from gdeq.options import count
 
 PRECISIONS = ("float32", "tf32", "bf16")
 
@@ -101,7 +102,7 @@ def _run(
     chip = torch.cuda.get_device_name(setup.device) if setup.cuda else "CPU"
     tell(
         f"MDEQ-{setup.size.upper()}, batch {setup.batch} of {setup.side}×{setup.side}, "
-        f"{setup.forward} Broyden steps forward, {setup.backward} backward for Implicit, "
+        f"{count(setup.forward, 'Broyden step')} forward, {setup.backward} backward for Implicit, "
         f"{setup.precision}, {chip}, torch {torch.__version__}"
     )
     found: dict[str, Any] = {"setup": asdict(setup), "device": chip, "rows": []}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gdeq.data.augment import Augment
+from gdeq.options import count
 
 Batch = tuple[int, tuple[Tensor, Tensor]]
 
@@ -58,7 +59,7 @@ class Batches:
             )
         if drop_last and batch_size > len(x):
             raise ValueError(
-                f"batch_size {batch_size} is larger than the data set ({len(x)} samples): "
+                f"batch_size {batch_size} is larger than the data set ({count(len(x), 'sample')}): "
                 "lower it, or pass drop_last=False"
             )
         self.x, self.y = x, y

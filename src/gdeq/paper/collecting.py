@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gdeq import report
+from gdeq.options import count
 from gdeq.paper import studies, table2
 from gdeq.paper.reading import Made, read_all
 from gdeq.report.draw import draw
@@ -55,7 +56,7 @@ def progress(folder: Path) -> str:
     for one in made:
         groups.setdefault(one.planned.group, []).append(one)
     return "\n".join(
-        f"{name:10s} {sum(one.finished for one in some)} of {len(some)} runs finished"
+        f"{name:10s} {sum(one.finished for one in some)} of {count(len(some), 'run')} finished"
         for name, some in groups.items()
     )
 

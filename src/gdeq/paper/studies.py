@@ -109,7 +109,7 @@ def _epoch_text(epoch: int, records: list[Record]) -> list[str]:
         )
     head = ["Method", "VJPs", "Batches", "Cosine, median", "least", "Relative error, median"]
     left_out = len({r.get("batch") for r in records if not is_exact(r)})
-    mark = f"  **Not exact in {left_out} mini-batches.**" * (left_out > 0)
+    mark = f"  **Not exact in {left_out} mini-batch{'es' * (left_out > 1)}.**" * (left_out > 0)
     radius, most = _numbers(records, "spectral_radius"), _numbers(records, "spectral_radius_max")
     worst = max(_numbers(records, "exact_residual"), default=float("nan"))
     forward = max(_numbers(records, "exact_forward_residual"), default=float("nan"))

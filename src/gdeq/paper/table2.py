@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+from gdeq.options import count
 from gdeq.paper.plan import METHODS, title
 from gdeq.paper.reading import NOT_YET, Made, markdown
 from gdeq.report import recipes
@@ -226,7 +227,7 @@ def _moment(lines: list[list[object]], under_way: list[str]) -> str:
     reached = [at for line in lines if (at := number(line[3])) is not None]
     if not reached:
         return f"not reached ({'; '.join(under_way)})" if under_way else "not reached"
-    few = f" ({len(reached)} of {len(lines)} runs)" * (len(reached) < len(lines))
+    few = f" ({len(reached)} of {count(len(lines), 'run')})" * (len(reached) < len(lines))
     return f"{statistics.fmean(reached):.0f} s{few}"
 
 

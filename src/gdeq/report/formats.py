@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gdeq.options import count
 from gdeq.report.rows import Cell, Row
 from gdeq.report.runs import Run
 
@@ -71,10 +72,6 @@ def seeds(cell: Cell) -> str:
         text += f", {count(seeds, 'seed')}"
     left = len(cell.unfinished)
     return f"{text}, {left} unfinished{UNFINISHED}" if left else text
-
-
-def count(many: int, name: str) -> str:
-    return f"{many} {name}" if many == 1 else f"{many} {name}s"
 
 
 def spread_over(rows: list[Row]) -> str:

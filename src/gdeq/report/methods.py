@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from gdeq.options import count
 from gdeq.report.runs import Record, number
 
 # In the order of the paper's Table 2.
@@ -38,9 +39,10 @@ def label(gradient: Record) -> str:
         return f"{title} refine {gradient['refine']}"
     if name == "implicit":
         solver, limit = gradient.get("solver", "broyden"), gradient.get("max_iter", 20)
-        return title if (solver, limit) == ("broyden", 20) else f"{title} ({solver}, {limit} steps)"
+        usual = (solver, limit) == ("broyden", 20)
+        return title if usual else f"{title} ({solver}, {count(limit, 'step')})"
     if name in ("npg", "unrolled") and (steps, damping) != (5, 0.5):
-        return f"{title} ({steps} steps, damping {damping})"
+        return f"{title} ({count(steps, 'step')}, damping {damping})"
     return title
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gdeq.options import count
 from gdeq.report import formats, settings, tables
 from gdeq.report.figures import Figure
 from gdeq.report.inline import variables
@@ -74,12 +75,12 @@ def lead(runs: list[Run]) -> str:
     """One line on what is compared, and where."""
     unfinished = sum(not run.finished for run in runs)
     parts = [
-        formats.count(len(runs), "run") + (f" ({unfinished} unfinished)" if unfinished else ""),
-        formats.count(len({label(run.gradient) for run in runs}), "method"),
+        count(len(runs), "run") + (f" ({unfinished} unfinished)" if unfinished else ""),
+        count(len({label(run.gradient) for run in runs}), "method"),
         _all(run.config.get("data") for run in runs),
         _all(flatten(run.config).get("model.size") for run in runs),
         _all(_parameters(run) for run in runs),
-        _all(formats.count(run.epochs_wanted, "epoch") for run in runs),
+        _all(count(run.epochs_wanted, "epoch") for run in runs),
         _all(run.device for run in runs),
     ]
     return " · ".join(part for part in parts if part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 
+from gdeq.options import count
 from gdeq.report import formats
 from gdeq.report.inline import colours
 from gdeq.report.markup import Markup, header, join, table, tag
@@ -114,7 +115,7 @@ def _moment(cell: Cell, level: int) -> Markup:
     found = moments(cell, level)
     if not found:
         return tag("td", formats.NONE)
-    few = f"{len(found)} of {len(cell.runs)} runs" if len(found) < len(cell.runs) else ""
+    few = f"{len(found)} of {count(len(cell.runs), 'run')}" if len(found) < len(cell.runs) else ""
     return _cell(formats.duration(statistics.fmean(found)), False, few)
 
 

@@ -366,12 +366,29 @@ def all_keys(kind: type = Config, prefix: str = "") -> list[str]:
 
 
 def _unknown(key: str) -> ConfigError:
+    return ConfigError(f"there is no setting {key!r}{_hint(key)} (`gdeq train --help` lists them)")
+
+
+def _hint(key: str) -> str:
+    """The nearest setting or section; where the section is clear alone, what it has."""
     known = all_keys()
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if not near:  # the last part alone is what people remember
-        near = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]][:1]
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ConfigError(f"there is no setting {key!r}{hint} (`gdeq train --help` lists them)")
+    section, dot, last = key.partition(".")
+    sections = list(dict.fromkeys(k.partition(".")[0] for k in known if "." in k))
+    near: list[str] = []
+    if not dot:
+        last = section
+        words = [*sections, *(k for k in known if "." not in k)]
+        near = difflib.get_close_matches(key, words, n=1)
+    elif right := difflib.get_close_matches(section, sections, n=1):
+        inner = [k.partition(".")[2] for k in known if k.startswith(f"{right[0]}.")]
+        near = [f"{right[0]}.{k}" for k in difflib.get_close_matches(last, inner, n=1, cutoff=0.5)]
+        if not near and right[0] == section:
+            return f"; {section} has {', '.join(inner)}"
+        near = near or right
+    # The last part alone is what people remember.
+    near = near or [k for k in known if k.rpartition(".")[2] == last]
+    near = near or difflib.get_close_matches(key, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _put(settings: dict[str, Any], key: str, value: Any) -> set[str]:

@@ -21,6 +21,7 @@ from gdeq import data as datasets
 from gdeq.capture import capture
 from gdeq.gradients import Unrolled
 from gdeq.models.mdeq import MDEQ
+from gdeq.options import count
 from gdeq.recording import Memory
 from gdeq.regularize import hold, jacobian_penalty
 from gdeq.training import checkpoint
@@ -74,8 +75,8 @@ class Trainer:
         samples = len(self.dataset.train_x)
         if config.batch_size > samples:
             raise ConfigError(
-                f"batch_size {config.batch_size} is larger than the data set ({samples} samples): "
-                "lower batch_size"
+                f"batch_size {config.batch_size} is larger than the data set "
+                f"({count(samples, 'sample')}): lower batch_size"
             )
         model = build_model(config, self.dataset).to(device)
         if device.type == "cuda":
@@ -201,7 +202,7 @@ class Trainer:
     def whereabouts(self) -> str:
         """Where a resumed run goes on."""
         if self.step == self.total:
-            return f"all {self.total} steps are done: only the end of the run is left"
+            return f"step {self.total} of {self.total} is done: only the end of the run is left"
         epoch = self.step // len(self.train_batches) + 1
         return f"continuing at step {self.step} of {self.total} (epoch {epoch})"
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from gdeq import data as datasets
 from gdeq.data import Batches
 from gdeq.models.mdeq import MDEQ
+from gdeq.options import count
 from gdeq.training import checkpoint, process, progress
 from gdeq.training import config as configs
 from gdeq.training.config import Config, ConfigError
@@ -180,7 +181,7 @@ def measure_similarity(
         if batch_size > len(dataset.train_x):
             raise ConfigError(
                 f"--batch-size {batch_size} is larger than the data set "
-                f"({len(dataset.train_x)} samples): lower it"
+                f"({count(len(dataset.train_x), 'sample')}): lower it"
             )
         source = Batches(
             dataset.train_x,
@@ -405,7 +406,7 @@ def _fit(trainer: Trainer, more: bool, until: float | None) -> dict[str, Any]:
 
 def _finished(run: RunFolder, summary: dict[str, Any]) -> str:
     return (
-        f"{run.path} is already finished: {summary['epochs']} epochs, test accuracy "
+        f"{run.path} is already finished: {count(summary['epochs'], 'epoch')}, test accuracy "
         f"{summary['test_accuracy']:.2f} %; nothing is changed.  To train it for longer, raise "
         f"epochs: `gdeq train --resume {run.path} epochs={2 * summary['epochs']}`"
     )
