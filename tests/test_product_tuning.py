@@ -179,6 +179,28 @@ def test_the_change_of_g_from_inner_products_is_that_of_the_plain_form(monkeypat
     assert found.ledger.codes.tolist() == plain.ledger.codes.tolist()
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_the_change_of_g_to_six_digits(monkeypatch, measured):
+    """A noise guard just below it keeps the factor, one just above does not."""
+    solver, steps, sample, seen = gdeq.Broyden(6, 0.0), 6, 2, []
+
+    class Seen(PlainSweep):
+        def _learn(self, t, g, fz, good, absolute, of_z):
+            y = fz - self.last_fz - self.steps[:, t - 1]
+            seen.append((y.norm(dim=1) / (of_z + absolute))[sample].item())
+            return super()._learn(t, g, fz, good, absolute, of_z)
+
+    few(monkeypatch)
+    drive(Seen, torch.float64, solver, 2.2e-16, steps)
+    assert seen == sorted(seen, reverse=True)
+    for factor in [1, 4, 5]:
+        for side, kept in [(1 - 1e-6, factor + 1), (1 + 1e-6, factor)]:
+            monkeypatch.setattr(product, "noise_level", lambda _, at=seen[factor] * side: at)
+            fields = {"measured": measured}
+            found = drive(product.Sweep, torch.float64, solver, 2.2e-16, factor + 1, **fields)
+            assert found.keep[sample, : factor + 1].sum() == kept
+
+
 def assert_kept_for_a_while(keep):
     """The noise guard has had its say: each sample learns at first, and then no more."""
     kept = keep.bool().sum(1)
