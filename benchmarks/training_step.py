@@ -117,7 +117,7 @@ def kernels(trainer: Trainer, source: Iterator[Any]) -> dict[str, Any]:
     """On a GPU: of the recorded step, and of what comes before it."""
     batch = next(source)
     trainer.one_step(*batch)
-    recorded = list(trainer.recorded.values())[-1] if trainer.recorded else None
+    recorded = list(trainer.recordings.kept.values())[-1] if trainer.recordings.kept else None
     if not isinstance(recorded, Captured) or recorded.graph is None:
         reason = getattr(recorded, "reason", None) or "graph=false"
         print(f"the step is not recorded: {reason}")

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,7 @@ class Captured:
         functools.update_wrapper(self, step)
         self.step, self.warmup, self.memory = step, warmup, memory
         self.reason: str | None = None  # why there is no graph, once that is known
+        self.recording_seconds = 0.0  # in which the device did nothing
         self.reset()
 
     def reset(self) -> None:
@@ -142,6 +144,14 @@ class Captured:
         return outputs
 
     def _record(self, inputs: tuple[Tensor, ...]) -> bool:
+        torch.cuda.synchronize()  # the steps before this one are not part of it
+        start = time.perf_counter()
+        try:
+            return self._try_to_record(inputs)
+        finally:
+            self.recording_seconds += time.perf_counter() - start
+
+    def _try_to_record(self, inputs: tuple[Tensor, ...]) -> bool:
         self.inputs = tuple(x.clone() for x in inputs)
         gc.collect()
         # Autocast's copies of the weights are made once for all that follows.  One from before the

@@ -14,7 +14,7 @@ from training_runs import PER_EPOCH, RICH, TINY, assert_same_run, checkpoints
 
 from gdeq.gradients import GDEQ, Measured, Unrolled
 from gdeq.solvers import Broyden
-from gdeq.training import adapting, loop, process, progress, runs
+from gdeq.training import adapting, loop, process, progress, recordings, runs
 from gdeq.training import config as configs
 from gdeq.training.config import AdaptConfig
 from gdeq.training.folder import RunFolder
@@ -501,33 +501,60 @@ def test_the_bar_shows_the_steps_in_use(trainer):
     assert "5.0 solver steps  of at most 5  refine 2" in shown
 
 
-def test_recordings_are_kept_and_the_oldest_dropped(trainer, monkeypatch):
-    made = trainer()
-    made.process = process.Process(torch.device("cuda", 0))
-    made.config = configs.replace(made.config, graph=True)
+def test_recordings_are_kept_and_the_oldest_dropped(monkeypatch):
     taken = []
 
     def capture(work, memory):
         taken.append(memory)
-        return lambda *_: len(taken)
+        return object()
 
-    monkeypatch.setattr(loop, "capture", capture)
+    monkeypatch.setattr(recordings, "capture", capture)
+    made = recordings.Recordings(enabled=True, shared=True)
 
     def ask(*way):
-        return made._as_graph(made._compute, *way)
+        return made.of(capture, *way)
 
     first = ask(False, False, 4, 0)
-    for steps in range(5, 4 + loop.RECORDINGS):
+    for steps in range(5, 4 + recordings.MOST):
         ask(False, False, steps, 0)
-    assert len(made.recorded) == loop.RECORDINGS == len(taken)
+    assert len(made.kept) == recordings.MOST == len(taken)
     assert ask(False, False, 4, 0) is first  # which makes 5 the oldest
     ask(False, False, 99, 0)
     assert ask(False, False, 4, 0) is first
-    assert len(taken) == loop.RECORDINGS + 1
+    assert len(taken) == recordings.MOST + 1
     ask(False, False, 5, 0)
-    assert len(taken) == loop.RECORDINGS + 2
-    assert len(made.recorded) == loop.RECORDINGS
+    assert len(taken) == recordings.MOST + 2
+    assert len(made.kept) == recordings.MOST
     assert all(memory is made.memory is not None for memory in taken)
+
+
+class Recorded:
+    """In place of a captured step; its second call is recorded, which takes 100 seconds."""
+
+    def __init__(self, work, clock):
+        self.work, self.clock, self.calls, self.recording_seconds = work, clock, 0, 0.0
+
+    def __call__(self, *inputs):
+        self.calls += 1
+        if self.calls == 2:
+            self.clock[0] += 100
+            self.recording_seconds += 100
+        self.clock[0] += 1
+        self.work(*inputs)
+
+
+def test_training_time_has_no_recording_in_it(trainer, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(recordings, "capture", lambda work, memory: Recorded(work, clock))
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
+    made = trainer("epochs=2", "log_every=2")
+    made.recordings.enabled = True
+    scripted(made, [(4, 0, 0.0), (4, 0, 0.0), (4, 0, 0.0), (5, 1, 0.0)])
+    made.fit()
+    assert made.recordings.seconds >= 200  # of both ways, and maybe of the test
+    assert made.seconds == 2 * PER_EPOCH
+    lines = training_runs.metrics(made.run.path, timing=True)
+    assert [r["ms"] for r in lines if r["kind"] == "step"] == [1000.0] * 3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -547,5 +574,5 @@ def test_recorded_steps_that_take_turns(tmp_path):
         lines = [r for r in training_runs.metrics(made.run.path) if r["kind"] == "step"]
         losses.append([r["loss"] for r in lines])
         if graph == "true":
-            assert any(c.graph is not None for c in made.recorded.values())
+            assert any(c.graph is not None for c in made.recordings.kept.values())
     assert losses[0] == pytest.approx(losses[1], rel=5e-2)

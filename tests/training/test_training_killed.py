@@ -85,8 +85,8 @@ MOMENTS = [
     (folder.RunFolder, "append", 2 * PER_EPOCH + 1, True),  # the last record
     *[(checkpoint, "save", n, after) for n in (0, 2, 5) for after in (False, True)],
     (loop.Trainer, "evaluate", 0, False),
-    (loop.Trainer, "_write_weights", 0, True),
-    (loop.Trainer, "_write_weights", 1, False),  # all is done but the end
+    (folder.RunFolder, "write_weights", 0, True),
+    (folder.RunFolder, "write_weights", 1, False),  # all is done but the end
     (loop.Trainer, "_finish", 0, True),
 ]
 

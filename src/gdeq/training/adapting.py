@@ -179,3 +179,12 @@ class Controller:
             max(state["jacobian_weight"], self.penalty.base), self.penalty.most
         )
         self.penalty.calm = state["jacobian_calm"]
+
+
+def exhausted(step: int, residual: float, backward_residual: float) -> str:
+    """What to say when there is nothing left to raise."""
+    return (
+        f"warning: mean residuals of {residual:.1e} forward and {backward_residual:.1e} backward "
+        f"at step {step}, with all the steps and penalty that adapt.steps, adapt.refine and "
+        "adapt.jacobian_most allow: lower optimizer.lr, or raise adapt.forward or adapt.backward"
+    )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import yaml
+from safetensors.torch import save as to_safetensors
 
 from gdeq import __version__
 from gdeq.training import config as configs
@@ -90,6 +91,15 @@ class RunFolder:
         place = self.path / name
         half = place.with_name(place.name + ".part")
         half.write_text(text)
+        half.replace(place)
+
+    def write_weights(self, name: str, state: dict[str, torch.Tensor]) -> None:
+        """In a form that any program reads and no code hides in."""
+        tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
+        place = self.path / name
+        place.parent.mkdir(exist_ok=True)
+        half = place.with_name(place.name + ".part")
+        half.write_bytes(to_safetensors(tensors))
         half.replace(place)
 
     def append(self, record: dict[str, Any]) -> None:

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from safetensors.torch import save as to_safetensors
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from gdeq import data as datasets
-from gdeq.capture import capture
 from gdeq.gradients import Unrolled
 from gdeq.models.mdeq import MDEQ
 from gdeq.options import count
-from gdeq.recording import Memory
 from gdeq.regularize import hold, jacobian_penalty
 from gdeq.training import checkpoint
-from gdeq.training.adapting import Controller
+from gdeq.training.adapting import Controller, exhausted
 from gdeq.training.averaging import Average
 from gdeq.training.building import build_batches, build_model, share_batch_statistics
 from gdeq.training.config import Config, ConfigError
 from gdeq.training.convergence import ConvergenceWatch
+from gdeq.training.failures import DivergedError, TrainingError, check_finite, unwritten
 from gdeq.training.folder import RunError, RunFolder
 from gdeq.training.lock import RunLock
 from gdeq.training.metrics import Sums
@@ -38,6 +35,7 @@ from gdeq.training.precision import caution, precision
 from gdeq.training.process import Process
 from gdeq.training.progress import Silent
 from gdeq.training.randomness import random_state, restore_random_state
+from gdeq.training.recordings import Recordings
 from gdeq.training.records import Recorder, summary, unrolled_steps
 from gdeq.training.stopping import Interrupted, StopRequest
 
@@ -50,17 +48,6 @@ __all__ = [
     "learning_rate",
     "precision",
 ]
-
-
-RECORDINGS = 8  # kept at most, the last ones used: their memory is shared, their kernels are not
-
-
-class TrainingError(RuntimeError):
-    """The training cannot go on; the last good checkpoint is intact."""
-
-
-class DivergedError(TrainingError):
-    """The loss is no number any more: the same settings would lead there again."""
 
 
 class Trainer:
@@ -96,7 +83,9 @@ class Trainer:
         adapt = config.adapt
         self.controller = Controller(adapt, config.jacobian_weight) if adapt.enabled else None
         self.told: int | None = None  # the epoch of its last warning
-        self.memory = Memory() if adapt.enabled else None  # of recordings that take turns
+        # Between several GPUs gradients are exchanged by threads that no graph sees.
+        alone = device.type == "cuda" and process.world_size == 1
+        self.recordings = Recordings(config.graph and alone, shared=adapt.enabled)
         self.penalised = False  # whether the step under way has the Jacobian penalty
         # Its weight; on a GPU a step reads it where it lies.
         self.penalty_weight: float | Tensor = config.jacobian_weight
@@ -104,7 +93,6 @@ class Trainer:
             self.penalty_weight = torch.full((), config.jacobian_weight, device=device)
         self.seconds = 0.0  # spent training, over all pieces of the run
         self.sums, self.test_sums = Sums(device), Sums(device)  # of this epoch
-        self.recorded: dict[tuple[Any, ...], Callable[..., None]] = {}
         self.saved_at = time.monotonic()
         self.stop = StopRequest(patience=20.0 if process.world_size > 1 else 2.0)
         self.asked_to_stop = False  # by a signal that came too late to cut the training short
@@ -174,30 +162,16 @@ class Trainer:
         restore_random_state(state, self.process)
 
     def save(self) -> None:
-        self._check_finite(self.sums.read(self.process))
+        check_finite(self.sums.read(self.process)["loss"], self.step, self.run.path)
         # The loss is from before the last update: that may have spoilt the weights.
         if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
-            self._check_finite({"loss": math.nan})
+            check_finite(math.nan, self.step, self.run.path)
         state = self.state()
         if self.process.first:
             self.run.sync()
             checkpoint.save(self.run.path, self.step, state)
         self.process.wait()
         self.saved_at = time.monotonic()
-
-    def _check_finite(self, figures: dict[str, float]) -> None:
-        if math.isfinite(figures["loss"]):
-            return
-        raise DivergedError(
-            f"the loss became NaN or infinite at or before step {self.step}; {self._kept()}.  Try "
-            "a lower optimizer.lr, optimizer.clip=1, or jacobian_weight=1 to keep f contractive, "
-            "with precision=float32 to see whether it is rounding: `gdeq train --resume "
-            f"{self.run.path} optimizer.clip=1`"
-        )
-
-    def _kept(self) -> str:
-        kept = checkpoint.available(self.run.path)
-        return f"the last good checkpoint is {kept[0].name}" if kept else "no checkpoint was made"
 
     def whereabouts(self) -> str:
         """Where a resumed run goes on."""
@@ -213,11 +187,7 @@ class Trainer:
             self.lock()
             return self._fit()
         except OSError as problem:
-            full = " The disk is full: free some space." * (problem.errno == errno.ENOSPC)
-            raise TrainingError(
-                f"could not write to {self.run.path}: {problem.strerror or problem};"
-                f"{full} {self._kept()}; continue with `gdeq train --resume {self.run.path}`"
-            ) from problem
+            raise unwritten(problem, self.run.path) from problem
         finally:
             self.progress.end()
             if self.recorder is not None:
@@ -249,7 +219,7 @@ class Trainer:
             self._end_of_epoch(epoch)
 
     def _epoch(self, epoch: int, index: int) -> None:
-        watch, window, counted = time.perf_counter(), 0.0, self.step
+        watch, window, counted = self._clock(), 0.0, self.step
         per_epoch = len(self.train_batches)
         batches = self.train_batches.epoch(epoch, start=index)
         upcoming = next(batches, None)
@@ -264,7 +234,7 @@ class Trainer:
             if not (logging or looking or saving):
                 continue
             figures = self.sums.read(self.process, since_mark=True)  # waits for the device
-            spent = time.perf_counter() - watch
+            spent = self._clock() - watch
             self.seconds, window = self.seconds + spent, window + spent
             if logging:
                 figures["ms"] = 1e3 * window / max(1, self.step - counted)
@@ -277,9 +247,13 @@ class Trainer:
                 self.save()
                 if self.process.any(self.stop.caught is not None):
                     raise self._interrupted()
-            watch = time.perf_counter()
+            watch = self._clock()
         self.sums.read(self.process)
-        self.seconds += time.perf_counter() - watch
+        self.seconds += self._clock() - watch
+
+    def _clock(self) -> float:
+        """It stands still while a step is recorded."""
+        return time.perf_counter() - self.recordings.seconds
 
     def _interrupted(self) -> Interrupted:
         return Interrupted(
@@ -309,12 +283,7 @@ class Trainer:
             self._write({**record, **choice.figures(), **measured})
         if self.controller.exhausted and epoch != self.told:
             self.told = epoch
-            self._say(
-                f"warning: mean residuals of {measured['residual']:.1e} forward and "
-                f"{measured['backward_residual']:.1e} backward at step {self.step}, with all the "
-                "steps and penalty that adapt.steps, adapt.refine and adapt.jacobian_most allow: "
-                "lower optimizer.lr, or raise adapt.forward or adapt.backward"
-            )
+            self._say(exhausted(self.step, **measured))
 
     def _in_use(self) -> dict[str, Any]:
         """For the records: what the controller has chosen, where there is one."""
@@ -329,21 +298,8 @@ class Trainer:
         if self.controller is not None and not unrolled:
             choice = self.controller.choice
             way += (choice.steps, choice.refine)
-        self._as_graph(self._compute, *way)(images, labels)
+        self.recordings.run(self._compute, way, images, labels)
         self.step += 1
-
-    def _as_graph(self, work: Callable[..., None], *way: Any) -> Callable[..., None]:
-        """On one GPU, the recording of this work, one for each way that it can go."""
-        if not self.config.graph or self.process.device.type != "cuda":
-            return work
-        if self.process.world_size > 1:  # gradients are exchanged by threads that no graph sees
-            return work
-        key = (work.__name__, *way)
-        made = self.recorded.pop(key, None) or capture(work, memory=self.memory)
-        self.recorded[key] = made  # in the order of their last use
-        if len(self.recorded) > RECORDINGS:
-            del self.recorded[next(iter(self.recorded))]
-        return made
 
     def set_phase(self, step: int) -> None:
         """How the model is solved at this step: unrolled at first, then as configured."""
@@ -414,7 +370,7 @@ class Trainer:
             self.progress.say(text)
 
     def _log(self, epoch: int, figures: dict[str, float]) -> None:
-        self._check_finite(figures)
+        check_finite(figures["loss"], self.step, self.run.path)
         figures |= self._in_use()
         self.progress.step(self.step, figures)
         record = {"kind": "step", "step": self.step, "epoch": epoch, **figures}
@@ -429,7 +385,7 @@ class Trainer:
 
     def _end_of_epoch(self, epoch: int) -> None:
         train = self.sums.read(self.process)
-        self._check_finite(train)
+        check_finite(train["loss"], self.step, self.run.path)
         test = self.evaluate()
         record = {
             "kind": "epoch",
@@ -451,7 +407,9 @@ class Trainer:
             f"loss {test['loss']:.3f}, {self.seconds:.0f} s of training"
         )
         if self.process.first and epoch + 1 in self.config.snapshots:
-            self._write_weights(f"snapshots/epoch-{epoch + 1:03d}.safetensors")
+            self.run.write_weights(
+                f"snapshots/epoch-{epoch + 1:03d}.safetensors", self.evaluated.state_dict()
+            )
         timer = self.config.checkpoint_seconds
         late = time.monotonic() - self.saved_at >= min(max(10.0, timer / 6), timer)
         stop = self.process.any(self.stop.caught is not None)
@@ -473,9 +431,10 @@ class Trainer:
         self.test_sums.clear()
         unrolled = model.deq.solver is None
         for _, (images, labels) in self.test_batches.epoch():
-            whole = len(images) == self.test_batches.batch_size
-            test = self._as_graph(self._test, unrolled) if whole else self._test
-            test(images, labels)
+            if len(images) == self.test_batches.batch_size:
+                self.recordings.run(self._test, (unrolled,), images, labels)
+            else:
+                self._test(images, labels)
         found = self.test_sums.read(self.process)
         del found["backward_residual"]  # there was no backward pass
         return found
@@ -491,19 +450,9 @@ class Trainer:
             return {}
         parameters = sum(p.numel() for p in self.model.parameters())
         told = summary(self.config, self.process, self.run.metrics(), self.seconds, parameters)
-        self._write_weights("weights.safetensors")
+        self.run.write_weights("weights.safetensors", self.evaluated.state_dict())
         self.run.write("summary.json", json.dumps(told, indent=1))
         return told
-
-    def _write_weights(self, name: str) -> None:
-        """What is evaluated, in a form that any program reads and no code hides in."""
-        state = self.evaluated.state_dict()
-        tensors = {k: v.detach().cpu().contiguous() for k, v in state.items()}
-        place = self.run.path / name
-        place.parent.mkdir(exist_ok=True)
-        half = place.with_name(place.name + ".part")
-        half.write_bytes(to_safetensors(tensors))
-        half.replace(place)
 
 
 @contextlib.contextmanager
