@@ -63,6 +63,10 @@ Device = Annotated[
     str | None,
     typer.Option(help="auto, cpu, cuda or cuda:1 (default: as the run's config.yaml says)."),
 ]
+ExactTol = Annotated[
+    float,
+    typer.Option(help="Residual that the exact gradient and its equilibrium need (above 0)."),
+]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and stop.")]
 
@@ -182,10 +186,7 @@ def similarity(
     ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Mini-batches at each.")] = 8,
     batch_size: Annotated[int, typer.Option(min=1, help="Images in each.")] = 64,
-    exact_tol: Annotated[
-        float,
-        typer.Option(help="Residual that the exact gradient and its equilibrium need (above 0)."),
-    ] = 1e-4,
+    exact_tol: ExactTol = 1e-4,
     data: Root = None,
     device: Device = None,
 ) -> None:
@@ -305,6 +306,7 @@ def paper_run(
     ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Mini-batches of a similarity.")] = 8,
     images: Annotated[int, typer.Option(min=1, help="Images in each of them.")] = 64,
+    exact_tol: ExactTol = 1e-4,
     data: Root = None,
     dry_run: DryRun = False,
 ) -> None:
@@ -323,7 +325,7 @@ def paper_run(
         root=data,
         finished=finished or [],
         export=export,
-        measure=running.Measure(batches, images),
+        measure=running.Measure(batches, images, exact_tol),
         tell=console.print,
     )
     if dry_run:
@@ -333,7 +335,8 @@ def paper_run(
     try:
         journey.go(chosen_runs)
     finally:
-        console.print(running.table(journey.outcomes))
+        if journey.outcomes:
+            console.print(journey.report(chosen_runs))
 
 
 @paper.command("collect")

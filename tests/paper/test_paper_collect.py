@@ -139,6 +139,15 @@ def test_convergence(collected):
     assert row_of(text, "GDEQ")[2].endswith(" s")
 
 
+def test_what_is_exact_is_said_when_it_is_measured():
+    """By --exact-tol; older records do not say it."""
+    record = {"exact_residual": 5e-4, "exact_forward_residual": 1e-6}
+    assert not studies.is_exact(record)
+    assert studies.is_exact({**record, "exact_tol": 5e-4})
+    assert not studies.is_exact({**record, "exact_tol": 4e-4})
+    assert studies.is_exact({**record, "exact_residual": 1e-4})
+
+
 def test_similarity_marks_what_is_not_exact(collected):
     out = collected / "out"
     found = rows_of(out / "similarity.csv")

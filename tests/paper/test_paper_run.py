@@ -4,6 +4,7 @@ import json
 import signal
 import tarfile
 import time
+from itertools import product
 
 import pytest
 import training_runs
@@ -58,7 +59,7 @@ def test_runs_are_made_and_not_made_again(gdeq, tmp_path):
     before = contents(out)
     code, said = gdeq("paper", "run", "--out", out, *chosen, *SMALL)
     assert code == 0, said
-    assert "gdeq-seed0: finished, before" in said
+    assert said == "2 of 2 runs finished\n"
     assert contents(out) == before
     assert training_runs.metrics(out / "gdeq-seed0") == records
 
@@ -72,7 +73,7 @@ def test_runs_are_made_and_not_made_again(gdeq, tmp_path):
         *SMALL,
     )
     assert code == 0, said
-    assert "gdeq-seed0: finished, before" in said
+    assert said == "1 of 1 run finished\n"
     assert not (tmp_path / "new").exists()
 
 
@@ -100,9 +101,23 @@ def test_without_time_nothing_is_begun(gdeq, tmp_path):
     out = tmp_path / "out"
     code, said = gdeq("paper", "run", "--out", out, *only("jfb-*"), *SMALL, "--minutes", "0")
     assert code == 0, said
-    assert state_of(said, "jfb-seed0") == "missing"
-    assert said.count("no time left") == 4  # of each, at once and in the table
+    names = [run.name for run in plan.chosen(["jfb-*"])]
+    assert names[0] == "jfb-seed0"
+    head, following = said.splitlines()
+    assert head == f"0 of {len(names)} runs finished, {len(names)} missing"
+    assert following == f"next: {', '.join(f'{name} (no time left)' for name in names)}"
     assert not out.exists()
+
+
+def test_without_time_the_whole_plan_is_told_in_two_lines(gdeq, tmp_path):
+    runs.train(tmp_path / "gdeq-seed0", plan.chosen(["gdeq-seed0"])[0].config(SETTINGS))
+    code, said = gdeq("paper", "run", "--out", tmp_path, *SMALL, "--minutes", "0")
+    assert code == 0, said
+    planned = len(plan.make_plan())
+    head, following = said.splitlines()
+    assert head == f"1 of {planned} runs finished, {planned - 1} missing"
+    assert following.startswith("next: implicit-seed0 (no time left), ")
+    assert following.endswith(f", and {planned - 1 - running.NEXT} more (--dry-run lists all)")
 
 
 class Late(running.Clock):
@@ -157,9 +172,8 @@ def test_what_cannot_end_is_not_begun_but_the_next_may_be(gdeq, tmp_path, monkey
         *SMALL,
     )
     assert code == 0, said
-    states = {name: state_of(said, name) for name in names}
-    assert states == dict(zip(names, ("missing", *["finished"] * 3), strict=True))
-    assert "jfb-seed0: missing, needs about 16666.7 min" in said
+    assert {state_of(said, name) for name in names[1:]} == {"finished"}
+    assert "3 of 4 runs finished, 1 missing\nnext: jfb-seed0 (needs about 16666.7 min, " in said
     assert not (out / "jfb-seed0").exists()
 
 
@@ -191,13 +205,14 @@ def test_an_adaptive_run_is_tried_with_all_its_choices(monkeypatch):
 
     def noting(trainer, images, labels):
         real(trainer, images, labels)
-        seen.append((trainer.model.deq.solver.max_iter, trainer.controller.choice.refine))
+        choice = trainer.controller.choice
+        assert trainer.model.deq.solver.max_iter == choice.steps
+        seen.append((choice.steps, choice.refine, trainer.penalised))
 
     monkeypatch.setattr(timing.Trainer, "one_step", noting)
     speed, _ = timing.probe(config)
-    assert {steps for steps, _ in seen} == {2, 3, 5}
-    assert {refine for _, refine in seen} == set(config.adapt.refine)
-    assert [steps for steps, _ in seen[-timing.TIMED :]] == [3] * timing.TIMED
+    assert set(seen) == {*product((2, 3, 5), config.adapt.refine, (False,)), (3, 2, True)}
+    assert seen[-timing.TIMED :] == [(3, 2, False)] * timing.TIMED
     assert speed.step > 0
 
 
@@ -221,7 +236,8 @@ def test_a_run_that_diverges_is_noted_and_the_next_begun(gdeq, tmp_path):
     before = contents(out)
     code, said = gdeq(*args)
     assert code == 0, said
-    assert "jfb-seed0: failed, before; delete its folder to try again" in said
+    told = "failed before: jfb-seed0, npg-seed0; delete a folder to try that again\n"
+    assert said == f"0 of 2 runs finished, 2 failed\n{told}"
     assert contents(out) == before
 
 
@@ -235,6 +251,17 @@ def test_other_settings_are_refused_before_anything_is_trained(gdeq, tmp_path):
     assert not (out / "gdeq-seed0").exists()
     # Housekeeping is no other experiment.
     assert gdeq(*args, *only("jfb-seed0"), "--set", "log_every=7")[0] == 0
+
+
+def test_the_bound_of_what_is_exact(gdeq, tmp_path):
+    args = ("paper", "run", "--out", tmp_path / "out", *only("gdeq-seed0"), *SMALL)
+    code, said = gdeq(*args, "--exact-tol", "0")
+    assert code == 1
+    assert "--exact-tol must be above 0, got 0" in said
+    assert not (tmp_path / "out").exists()
+    assert gdeq(*args, "--exact-tol", "0.01")[0] == 0
+    text = (tmp_path / "out" / "gdeq-seed0" / "similarity.jsonl").read_text()
+    assert {json.loads(line)["exact_tol"] for line in text.splitlines()} == {0.01}
 
 
 def test_a_dry_run_lists_all_and_writes_nothing(gdeq, tmp_path):

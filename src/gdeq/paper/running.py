@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gdeq.data import DataError
+from gdeq.options import count
 from gdeq.paper.plan import Planned
 from gdeq.paper.timing import Estimates, free, steps_done
 from gdeq.training import config as configs
@@ -31,6 +32,7 @@ SMALL = (
 ASIDE = {"device", "log_every", "checkpoint_seconds", "snapshots"}  # no other experiment
 SAVING = 10.0  # seconds kept back for the checkpoint and the archive
 LEAST = 20.0  # seconds in which it is no use to begin anything
+NEXT = 3  # runs that are named of those that are left
 GUESS = 20.0  # seconds for the gradients of one epoch, before one has been timed
 
 
@@ -42,6 +44,9 @@ class Measure:
     images: int = 64
     tol: float = 1e-4
 
+    def __post_init__(self) -> None:
+        runs.check_exact_tol(self.tol)  # before anything is trained
+
 
 @dataclass
 class Outcome:
@@ -51,6 +56,7 @@ class Outcome:
     state: str
     note: str = ""
     summary: dict[str, Any] = field(default_factory=dict)
+    worked: bool = False  # it was trained in this call
 
 
 class Clock:
@@ -171,7 +177,8 @@ class Journey:
             for run in planned:
                 outcome = self._one(run, wanted[run.name])
                 self.outcomes.append(outcome)
-                self.tell(f"{run.name}: {outcome.state}{outcome.note and ', ' + outcome.note}")
+                if outcome.worked:
+                    self.tell(f"{run.name}: {outcome.state}, {outcome.note}")
         finally:
             self._export()
         return self.outcomes
@@ -179,11 +186,11 @@ class Journey:
     def _one(self, run: Planned, config: Config) -> Outcome:
         state = self.state(run)
         if state == FAILED:
-            return Outcome(run, FAILED, "before; delete its folder to try again")
+            return Outcome(run, FAILED)
         if state == DONE:
             if self.to_compare(run, config) and self.clock.left > LEAST:
                 self._compare(run, config)
-            return Outcome(run, DONE, "before", self._summary(run) or {})
+            return Outcome(run, DONE)
         at = self._at(run)
         refusal = self._refusal(run, config, at)
         if refusal:
@@ -219,18 +226,19 @@ class Journey:
         except DivergedError as problem:
             told = {"reason": str(problem), "steps": _last_step(path)}
             RunFolder(path).write("failed.json", json.dumps(told, indent=1))
-            return Outcome(run, FAILED, f"the loss became NaN after step {told['steps']}")
+            note = f"the loss became NaN after step {told['steps']}"
+            return Outcome(run, FAILED, note, worked=True)
         except Interrupted as stop:
             if stop.number != signal.SIGALRM:  # a person's
                 raise
             if self._summary(run) is None:
-                return Outcome(run, HALF, "stopped when the time was up, saved")
+                return Outcome(run, HALF, "stopped when the time was up, saved", worked=True)
         summary = self._summary(run) or {}
         free()
         if self.clock.left > LEAST:
             self._compare(run, config)
         note = f"{summary['test_accuracy']:.2f} %, {summary['train_seconds']:.0f} s of training"
-        return Outcome(run, DONE, note, summary)
+        return Outcome(run, DONE, note, summary, worked=True)
 
     def _compare(self, run: Planned, config: Config) -> None:
         """Here and now: the weights stay on this machine."""
@@ -268,6 +276,31 @@ class Journey:
 
     # -- what comes back -------------------------------------------------------------------------
 
+    def report(self, planned: Sequence[Planned]) -> str:
+        """What this call did as a table; of the rest, how many and which are next."""
+        worked = [outcome for outcome in self.outcomes if outcome.worked]
+        lines = [table(worked)] if worked else []
+        found = {outcome.run.name: outcome for outcome in self.outcomes}
+        now = [found.get(run.name) or Outcome(run, self.state(run)) for run in planned]
+        by_state = {
+            state: [outcome for outcome in now if outcome.state == state]
+            for state in (DONE, FAILED, HALF, MISSING)
+        }
+        rest = [
+            f"{len(some)} {state}" for state, some in by_state.items() if some and state != DONE
+        ]
+        lines.append(
+            ", ".join([f"{len(by_state[DONE])} of {count(len(now), 'run')} finished", *rest])
+        )
+        before = [outcome.run.name for outcome in by_state[FAILED] if not outcome.worked]
+        if before:
+            lines.append(f"failed before: {', '.join(before)}; delete a folder to try that again")
+        left = [outcome for outcome in now if outcome.state in (HALF, MISSING)]
+        if left:
+            more = f", and {len(left) - NEXT} more (--dry-run lists all)" * (len(left) > NEXT)
+            lines.append(f"next: {', '.join(map(_with_note, left[:NEXT]))}{more}")
+        return "\n".join(lines)
+
     def _export(self) -> None:
         """All small files as one archive, whole or as it was before."""
         if self.export is None:
@@ -297,6 +330,11 @@ def table(outcomes: Sequence[Outcome]) -> str:
         )
         lines.append(f"{outcome.run.name:28s} {outcome.state:9s} {figures}  {outcome.note}")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _with_note(outcome: Outcome) -> str:
+    note = "; ".join(filter(None, ("begun" * (outcome.state == HALF), outcome.note)))
+    return outcome.run.name + f" ({note})" * bool(note)
 
 
 def _minutes(seconds: float | None) -> str:

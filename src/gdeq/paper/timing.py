@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -78,18 +79,23 @@ def probe(config: Config, root: Path | None = None) -> tuple[Speed, int]:
 
 
 def _every_rung(trainer: Trainer, first: int) -> None:
-    """Of an adaptive run, a step with each of its choices; it is timed in the middle of them."""
-    if trainer.controller is None:
+    """Of an adaptive run, a step with each of its choices, and one with the penalty.
+
+    It is timed where it begins: in the middle of its ladders.
+    """
+    made = trainer.controller
+    if made is None:
         return
-    ladders = (trainer.controller.forward, trainer.controller.backward)
     _, (images, labels) = next(iter(trainer.train_batches.epoch(0)))
-    for rung in range(max(len(ladder.rungs) for ladder in ladders)):
-        for ladder in ladders:
-            ladder.rung = min(rung, len(ladder.rungs) - 1)
-        trainer.step = first
+    every = trainer.config.jacobian_every
+    penalised = -(-first // every) * every  # the first step at which the penalty can be taken
+    middle = (made.forward.middle, made.backward.middle)
+    rungs = product(range(len(made.forward.rungs)), range(len(made.backward.rungs)))
+    tried = [*((*pair, 0.0) for pair in rungs), (*middle, made.penalty.least)]
+    for made.forward.rung, made.backward.rung, made.penalty.weight in tried:
+        trainer.step = penalised
         trainer.one_step(images, labels)
-    for ladder in ladders:
-        ladder.rung = ladder.middle
+    made.penalty.weight = made.penalty.base
 
 
 def _step_seconds(trainer: Trainer, first: int) -> float:

@@ -141,6 +141,11 @@ def evaluate(path: Path, root: Path | None = None, device: str | None = None) ->
         return trainer.evaluate()
 
 
+def check_exact_tol(tol: float) -> None:
+    if not 0 < tol < math.inf:
+        raise ConfigError(f"--exact-tol must be above 0, got {tol:g}")
+
+
 def measure_similarity(
     path: Path,
     epochs: list[int] | None = None,
@@ -156,8 +161,7 @@ def measure_similarity(
     An epoch is written once it is complete, in place of what an earlier call found for it; the
     records of the others stay.
     """
-    if not 0 < exact_tol < math.inf:
-        raise ConfigError(f"--exact-tol must be above 0, got {exact_tol:g}")
+    check_exact_tol(exact_tol)
     run = RunFolder.open(path)
     found = snapshots(path)
     if not found:

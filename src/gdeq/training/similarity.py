@@ -123,6 +123,7 @@ def _compare(
             "adjoint_residual": found.backward_residual.median().item(),
             "exact_forward_residual": truth.forward_residual,
             "exact_residual": truth.backward_residual.max().item(),
+            "exact_tol": exact_tol,
             "spectral_radius": radius.median().item(),
             "spectral_radius_max": radius.max().item(),
         }
