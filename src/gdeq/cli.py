@@ -1,4 +1,7 @@
-"""The command line: thin; the work is in `training`, `report` and `data`."""
+"""The command line: thin; the work is in `training`, `report` and `data`.
+
+Each command imports what it needs: `gdeq --help` waits for none of it.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +11,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
 from rich.console import Console
-from rich.progress import Progress
+from rich.markup import escape
 
-from gdeq import bench as benches
 from gdeq import data as datasets
-from gdeq import report as reports
-from gdeq.paper import collecting, plan, running
-from gdeq.training import checkpoint, folder, loop, process, runs
 from gdeq.training import config as configs
+from gdeq.training import meanings
 from gdeq.training.config import Config
 from gdeq.training.presets import PRESETS
+from gdeq.training.stopping import Interrupted
+
+if TYPE_CHECKING:
+    from gdeq.training.runs import Forecast
 
 app = typer.Typer(
     help="Train deep equilibrium models, compare their gradients, look at the results.",
@@ -37,25 +41,19 @@ paper = typer.Typer(
 app.add_typer(paper, name="paper")
 console = Console(highlight=False, markup=False, soft_wrap=True)
 
-EXPECTED = (
-    configs.ConfigError,
-    checkpoint.CheckpointError,
-    folder.RunError,
-    loop.TrainingError,
-    process.DeviceError,
-    datasets.DataError,
-    reports.ReportError,
-    benches.BenchError,
-)
-
 Source = Annotated[
     str | None,
     typer.Argument(help=f"A preset ({', '.join(PRESETS)}) or a YAML file.", show_default="digits"),
 ]
-KEYS = "Settings, as key=value (nested ones with a dot): " + ", ".join(configs.all_keys())
 Settings = Annotated[
-    list[str] | None, typer.Argument(metavar="[key=value]...", help=KEYS, show_default=False)
+    list[str] | None,
+    typer.Argument(
+        metavar="[key=value]...",
+        help="Settings, such as epochs=5 optimizer.lr=0.01; `gdeq train --help` lists them.",
+        show_default=False,
+    ),
 ]
+KEYS = ["Settings, with the default where no preset says otherwise:", "", *meanings.listed()]
 Root = Annotated[
     Path | None, typer.Option("--data", help="Folder of the data sets ($GDEQ_DATA, else ./data).")
 ]
@@ -78,17 +76,31 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except EXPECTED as problem:
+        except Exception as problem:
+            if not isinstance(problem, expected()):
+                raise
             typer.secho(f"error: {problem}", fg="red", err=True)
             raise typer.Exit(1) from problem
-        except loop.Interrupted as stop:
+        except Interrupted as stop:
             typer.secho(str(stop), err=True)
             raise typer.Exit(128 + stop.number) from stop
 
     return run
 
 
-@app.command()
+def expected() -> tuple[type[Exception], ...]:
+    from gdeq.bench import BenchError
+    from gdeq.report import ReportError
+    from gdeq.training.checkpoint import CheckpointError
+    from gdeq.training.failures import TrainingError
+    from gdeq.training.folder import RunError
+    from gdeq.training.process import DeviceError
+
+    own = (configs.ConfigError, CheckpointError, RunError, TrainingError, DeviceError)
+    return (*own, datasets.DataError, ReportError, BenchError)
+
+
+@app.command(epilog="\n".join(escape(line) for line in KEYS))
 @plain_errors
 def train(
     source: Source = None,
@@ -110,6 +122,8 @@ def train(
 
     torchrun --nproc-per-node 4 -m gdeq train cifar10-fast     several GPUs
     """
+    from gdeq.training import runs
+
     if resume is not None:
         if run is not None:
             raise configs.ConfigError("--resume goes on in its own folder: leave --run out")
@@ -138,6 +152,8 @@ def train(
 @plain_errors
 def evaluate(run: RunPath, data: Root = None, device: Device = None) -> None:
     """Test accuracy and loss of a finished run."""
+    from gdeq.training import runs
+
     found = runs.evaluate(run, data, device)
     console.print(
         f"{run}: test accuracy {found['accuracy']:.2f} %, loss {found['loss']:.4f}, "
@@ -163,6 +179,9 @@ def compare(
     Same recipe and same seed for all; then the table and the page.  Called again it goes on where
     it was stopped.  pretrain_steps says how long the pre-training is (default: a fifth).
     """
+    from gdeq import report as reports
+    from gdeq.training import runs
+
     config = chosen(source, settings, runs.GRADIENTS)
     place = out or Path("runs") / f"compare-{config.data}-{config.model.size}"
     if dry_run:
@@ -196,6 +215,8 @@ def similarity(
     itself.  All in float32, whatever the run's precision.  Of the run's similarity.jsonl, the
     epochs that are looked at are replaced, each once it is complete, and the others kept.
     """
+    from gdeq.training import runs
+
     by_method: dict[tuple[int, str], list[float]] = {}
     worst: dict[int, tuple[float, float]] = {}
     radii: dict[int, float] = {}
@@ -238,6 +259,8 @@ def report(
     ),
 ) -> None:
     """One self-contained HTML page about these runs, and its figures as PNG and CSV."""
+    from gdeq import report as reports
+
     page = reports.write(paths, out)
     typer.echo(reports.table(paths))
     console.print(f"report: {page}")
@@ -268,6 +291,9 @@ def bench(
     On a GPU the paper's MDEQ-LARGE with a batch of 128; on a CPU a small one.  Random images: no
     data set is needed.  torchdeq is run where it is installed, and its best precision counts.
     """
+    from gdeq import bench as benches
+    from gdeq.training import runs
+
     wanted = benches.default_setup(device)
     given: dict[str, Any] = {
         "size": size,
@@ -316,6 +342,8 @@ def paper_run(
     would not end in the minutes left.  Gradients are compared as soon as a run ends, in the same
     process.  The training time of a run has neither its tests nor the compilation in it.
     """
+    from gdeq.paper import plan, running
+
     chosen_runs = plan.chosen(only or [])
     plan.check_overrides(settings or [])
     journey = running.Journey(
@@ -352,6 +380,8 @@ def paper_collect(
     Tables as CSV and Markdown, figures as PNG and CSV, and the page in report/.  What has not been
     run yet is shown as such.
     """
+    from gdeq.paper import collecting
+
     files = collecting.collect(folder, out)
     typer.echo((files[1]).read_text())
     typer.echo(collecting.progress(folder))
@@ -368,6 +398,8 @@ def get_data(
     data: Root = None,
 ) -> None:
     """Find, download or rebuild a data set, and check every file of it."""
+    from rich.progress import Progress
+
     with Progress(console=console, transient=True) as bar:
         tasks: dict[str, Any] = {}
 
@@ -385,6 +417,8 @@ def get_data(
 @plain_errors
 def info() -> None:
     """Versions and devices."""
+    from gdeq.training import folder
+
     for key, value in {**folder.environment(), **folder.companions()}.items():
         console.print(f"{key:10s} {value}")
 
@@ -408,7 +442,7 @@ def is_yaml(source: str) -> bool:
     return Path(source).suffix in (".yaml", ".yml") and "=" not in source
 
 
-def describe(config: Config, told: runs.Forecast) -> None:
+def describe(config: Config, told: Forecast) -> None:
     for problem in told.problems:
         typer.secho(f"error: {problem}", fg="red", err=True)
     console.print(yaml.safe_dump(configs.to_dict(config), sort_keys=False))

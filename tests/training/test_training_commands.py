@@ -2,19 +2,23 @@
 
 import json
 import platform
+import subprocess
 import sys
 import types
 
 import pytest
 import torch
 import training_runs
+import typer
 from training_runs import RICH, TINY
 
 from gdeq import __version__
 from gdeq import bench as benches
 from gdeq.bench import table
+from gdeq.cli import app
 from gdeq.training import config as configs
 from gdeq.training import folder, runs, similarity
+from gdeq.training.meanings import meanings
 from gdeq.training.presets import PRESETS
 
 COMMANDS = ("train", "evaluate", "compare", "similarity", "bench", "report", "data", "info")
@@ -439,3 +443,27 @@ def test_help_teaches(gdeq, name, monkeypatch):
         for key in ("optimizer.lr", "gradient.name", "--resume", "--dry-run", "torchrun"):
             assert key in said
         assert all(preset in said for preset in PRESETS)
+        for key, (default, meaning) in meanings().items():
+            assert f"{key}={default}" in said
+            assert meaning, f"config.py has no comment beside {key}"
+            assert meaning in said
+
+
+@pytest.mark.parametrize(
+    "words", [(name,) for name in COMMANDS] + [("paper", "run"), ("paper", "collect")]
+)
+def test_every_option_says_what_it_is_for(words):
+    command = typer.main.get_command(app)
+    for word in words:
+        command = command.commands[word]
+    silent = [p.name for p in command.params if not p.help]
+    assert silent == []
+    assert command.help
+
+
+def test_help_does_not_wait_for_what_the_commands_need():
+    heavy = ["torch._dynamo", "gdeq.models", "gdeq.training.loop", "gdeq.bench", "gdeq.paper"]
+    heavy += ["gdeq.report", "matplotlib", "tensorboard", "sklearn"]
+    text = f"import sys, gdeq.cli; sys.exit(' '.join(n for n in {heavy} if n in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", text], check=False, capture_output=True, text=True)
+    assert done.stderr.strip() == ""

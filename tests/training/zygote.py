@@ -9,8 +9,13 @@ import torch
 import torch.utils.tensorboard
 import training_runs
 
+from gdeq import bench, report
 from gdeq import data as datasets
 from gdeq.cli import app
+from gdeq.paper import collecting, running
+
+# Each command imports what it needs, and would do it in every child.
+LOADED = (bench, report, collecting, running)
 
 
 def child(request):

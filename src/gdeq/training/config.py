@@ -31,9 +31,9 @@ class SolverConfig:
     """How the fixed point is found."""
 
     name: str = "broyden"  # broyden, anderson, picard
-    max_iter: int = 18
-    tol: float = 1e-3
-    memory: int | None = None
+    max_iter: int = 18  # steps at most
+    tol: float = 1e-3  # a sample is done at this relative residual; 0: always all steps
+    memory: int | None = None  # steps remembered; null: all of them (anderson: 5)
 
     def __post_init__(self) -> None:
         check_choice(self, "name", ("broyden", "anderson", "picard"))
@@ -55,12 +55,12 @@ class GradientConfig:
     name: str = "gdeq"  # gdeq, implicit, jfb, npg, unrolled
     refine: int = 0  # gdeq: VJPs spent on every step
     tolerance: float | None = None  # gdeq: bound on the backward residual
-    max_refine: int | None = None  # gdeq, with a tolerance
-    max_iter: int = 20  # implicit
-    tol: float = 1e-6  # implicit
+    max_refine: int | None = None  # gdeq, with a tolerance: VJPs spent on refining at most
+    max_iter: int = 20  # implicit: steps of the backward solve at most
+    tol: float = 1e-6  # implicit: relative residual at which the backward solve ends
     solver: str = "broyden"  # implicit: broyden, gmres, anderson, picard
-    steps: int = 5  # npg, unrolled
-    damping: float = 0.5  # npg, unrolled
+    steps: int = 5  # npg, unrolled: terms of the series, or layers
+    damping: float = 0.5  # npg, unrolled: share of the new value in each step, up to 1
 
     def __post_init__(self) -> None:
         check_choice(self, "name", ("gdeq", "implicit", "jfb", "npg", "unrolled"))
@@ -87,8 +87,8 @@ class OptimizerConfig:
     """The optimiser and its schedule, which runs over the whole training."""
 
     name: str = "adam"  # adam, sgd, muon
-    lr: float = 1e-3
-    weight_decay: float = 0.0
+    lr: float = 1e-3  # largest learning rate
+    weight_decay: float = 0.0  # of all weight matrices and convolutions
     momentum: float = 0.9  # sgd, muon
     scale: str = "shape"  # muon: size of an update, by the matrix's shape or relative to itself
     adam_lr: float = 2e-3  # muon: of biases, norms, gains, the first and the last layer
@@ -114,8 +114,8 @@ class ModelConfig:
     """Which MDEQ."""
 
     size: str = "small"  # small, tiny, large
-    weight_norm: bool = True
-    dropout: float = 0.0
+    weight_norm: bool = True  # normalise the weights of the cell
+    dropout: float = 0.0  # share of channels dropped in the cell, the same during a solve
     outer_norm: str = "group"  # of stem and head: group, or batch as published
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class AugmentConfig:
     """Changes to training images, drawn anew for each."""
 
     crop: int = 0  # pixels of padding before a random crop
-    flip: bool = False
+    flip: bool = False  # left and right exchanged, half of the time
     cutout: int = 0  # side of the square cut out, in pixels
 
     def __post_init__(self) -> None:
@@ -148,16 +148,16 @@ class AdaptConfig:
     ``solver.max_iter``.
     """
 
-    enabled: bool = False
+    enabled: bool = False  # choose steps, refinement and penalty by the residuals
     forward: float = 1e-2  # wanted: mean relative residual of the fixed point
     backward: float = 0.3  # wanted: mean relative residual of the adjoint equation
     every: int = 50  # training steps between two looks
-    steps: tuple[int, ...] = (4, 5, 6, 7, 9, 12, 15, 18)  # solver.max_iter; the last: the budget
-    refine: tuple[int, ...] = (0, 1, 2, 3, 5)  # gradient.refine
+    steps: tuple[int, ...] = (4, 5, 6, 7, 9, 12, 15, 18)  # for solver.max_iter; last: the budget
+    refine: tuple[int, ...] = (0, 1, 2, 3, 5)  # the rungs for gradient.refine
     room: float = 0.3  # below this share of the target one rung down is tried
-    patience: int = 2  # after so many such looks in a row
+    patience: int = 2  # looks in a row with such room before that
     jacobian_least: float = 0.5  # weight of the penalty when the budget does not suffice, at first
-    jacobian_most: float = 16.0  # and at most
+    jacobian_most: float = 16.0  # weight of the penalty at most
 
     def __post_init__(self) -> None:
         check_flag(self, "enabled")
@@ -181,21 +181,21 @@ class Config:
     """One training run."""
 
     data: str = "digits"  # digits, fashion-mnist, cifar10
-    epochs: int = 20
+    epochs: int = 20  # passes over the training images
     batch_size: int = 64  # over all processes together
-    seed: int = 0
+    seed: int = 0  # of weights, order, augmentation and dropout
     device: str = "auto"  # auto, cpu, cuda
     precision: str = "float32"  # float32, tf32, bf16
     graph: bool = True  # on a GPU, record a step once and replay it (gdeq.capture)
     pretrain_steps: int = 0  # first so many steps as an unrolled weight-tied network
-    pretrain_layers: int = 5  # unrolled that deep
-    label_smoothing: float = 0.0
+    pretrain_layers: int = 5  # depth of that network
+    label_smoothing: float = 0.0  # share of the target that goes to all classes
     ema: float = 0.0  # decay of the averaged weights that are evaluated; 0: none
     jacobian_weight: float = 0.0  # weight of the Jacobian penalty
-    jacobian_every: int = 5  # taken at every so many steps
-    jacobian_step: float | None = None  # by differences this far, relative to z; else exactly
-    log_every: int = 10
-    checkpoint_seconds: float = 60.0
+    jacobian_every: int = 5  # the penalty is taken at every so many steps
+    jacobian_step: float | None = None  # penalty by differences of this share of z; else exact
+    log_every: int = 10  # steps from one line of metrics to the next
+    checkpoint_seconds: float = 60.0  # from one checkpoint to the next
     snapshots: tuple[int, ...] = (1, 10, 20, 50)  # epochs whose weights are kept, for similarity
     model: ModelConfig = field(default_factory=ModelConfig)
     solver: SolverConfig = field(default_factory=SolverConfig)
