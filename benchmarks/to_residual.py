@@ -32,15 +32,18 @@ State = tuple[Tensor, ...]
 
 
 def load(options: argparse.Namespace, fused: bool | str) -> MDEQ:
-    model = mdeq(options.size, dropout=0.0, outer_norm="group", fused=fused)
-    if options.weights:
-        model.load_state_dict(load_file(options.weights))
+    weights = load_file(options.weights) if options.weights else {}
+    norm = "batch" if any(name.endswith("running_mean") for name in weights) else "group"
+    model = mdeq(options.size, dropout=0.0, outer_norm=norm, fused=fused)
+    if weights:
+        model.load_state_dict(weights)
     model = model.to(options.device).eval()
     return model.to(memory_format=torch.channels_last)
 
 
 def ours(model: MDEQ, injection: Tensor, options: argparse.Namespace) -> Callable[[], State]:
-    model.deq.solver = gdeq.Broyden(options.max_iter, tol=options.tol)
+    # Its own arithmetic sees a residual a little off the one that is measured at the end.
+    model.deq.solver = gdeq.Broyden(options.max_iter, tol=0.8 * options.tol)
     start = tuple(
         torch.zeros(len(injection), *shape, device=injection.device).to(
             memory_format=torch.channels_last
@@ -109,11 +112,11 @@ def main() -> None:
         images = torch.randn(options.batch, 3, 32, 32, device=options.device)
     images = images.to(memory_format=torch.channels_last)
     rows = []
-    cases = [("ours, bf16 f", "bf16", True), ("ours, tf32 f", "tf32", True)]
-    for name, precision, fused in cases:
-        rows.append(measure(name, precision, fused, images, options, ours))
+    # bf16 ends at some 3e-3; fp16 has the digits of tf32.
+    for precision in ("fp16", "tf32"):
+        rows.append(measure(f"ours, {precision} f", precision, True, images, options, ours))
     for name in ("broyden", "anderson"):
-        for precision in ("tf32", "bf16"):
+        for precision in ("tf32", "fp16"):
             rows.append(
                 measure(
                     f"torchdeq {name}, {precision}",

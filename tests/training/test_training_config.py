@@ -1,5 +1,6 @@
 """Settings: presets, files, key=value, and what is written of them; what a dry run says."""
 
+import dataclasses
 import shutil
 
 import pytest
@@ -9,7 +10,8 @@ from training_runs import TINY, checkpoints
 
 from gdeq import data as datasets
 from gdeq.training import config as configs
-from gdeq.training import loop, runs
+from gdeq.training import loop, process, runs
+from gdeq.training.building import build_batches
 from gdeq.training.presets import PRESETS
 
 
@@ -284,3 +286,12 @@ def test_a_dry_run_of_a_comparison_without_its_data(gdeq, tmp_path):
     assert said.count(f"missing: would train into {tmp_path / 'table'}/") == 8
     assert said.count("error: ") == 1
     assert "`gdeq data cifar10" in said
+
+
+def test_all_settings_of_augmentation_reach_the_batches():
+    settings = {"crop": 2, "flip": True, "cutout": 3, "fill": "reflect"}
+    config = configs.load("digits", [f"augment.{name}={value}" for name, value in settings.items()])
+    me = process.start("cpu")
+    train, test = build_batches(config, datasets.load("digits", None, me.device), me)
+    assert dataclasses.asdict(train.augment) == settings
+    assert test.augment is None

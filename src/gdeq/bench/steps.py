@@ -29,6 +29,7 @@ from gdeq.models.mdeq import MDEQ, mdeq
 from gdeq.regularize import hold
 from gdeq.solvers.broyden import Broyden
 
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Step = Callable[[Tensor, Tensor], Tensor]
 PEERS: dict[str, dict[str, Any]] = {
     "implicit": {"ift": True},
@@ -83,7 +84,7 @@ def default_setup(device: str = "auto") -> Setup:
 
 @contextlib.contextmanager
 def arithmetic(setup: Setup, name: str) -> Iterator[None]:
-    """float32, tf32 or bf16 for what is computed inside."""
+    """float32, tf32, bf16 or fp16 for what is computed inside."""
     tf32 = name != "float32"
     places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [place.allow_tf32 for place in places]
@@ -91,7 +92,7 @@ def arithmetic(setup: Setup, name: str) -> Iterator[None]:
         place.allow_tf32 = tf32
     kind = "cuda" if setup.cuda else "cpu"
     try:
-        with torch.autocast(kind, torch.bfloat16, enabled=name == "bf16"):
+        with torch.autocast(kind, HALF.get(name, torch.bfloat16), enabled=name in HALF):
             yield
     finally:
         for place, value in zip(places, before, strict=True):

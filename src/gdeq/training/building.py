@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -49,9 +50,7 @@ def build_batches(config: Config, dataset: Dataset, process: Process) -> tuple[B
         "rank": process.rank,
         "world_size": processes,
     }
-    augment = Augment(
-        crop=config.augment.crop, flip=config.augment.flip, cutout=config.augment.cutout
-    )
+    augment = Augment(**dataclasses.asdict(config.augment))
     gpu = process.device.type == "cuda"
     shared["channels_last"] = gpu  # what its convolutions are fastest with
     try:

@@ -132,9 +132,11 @@ class AugmentConfig:
     crop: int = 0  # pixels of padding before a random crop
     flip: bool = False  # left and right exchanged, half of the time
     cutout: int = 0  # side of the square cut out, in pixels
+    fill: str = "zeros"  # what the padding of a crop is: zeros (black), reflect
 
     def __post_init__(self) -> None:
         check_integer(self, "crop", 0)
+        check_choice(self, "fill", ("zeros", "reflect"))
         check_flag(self, "flip")
         check_integer(self, "cutout", 0)
 
