@@ -56,7 +56,7 @@ def test_backwards_is_forwards_in_another_order(monkeypatch):
     assert not torch.equal(found[True][0], found[False][0])  # the switch does something
 
 
-@pytest.mark.parametrize("form", ["plain", "triton"])
+@pytest.mark.parametrize("form", ["off", "plain", "triton"])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_negative_product_has_the_other_sign(form, transposed):
     f, z0 = bumpy(torch.float64)

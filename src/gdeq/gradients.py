@@ -163,7 +163,7 @@ class GDEQ(Gradient):
 
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
         inverse = forward_inverse(solution)
-        w = -inverse.rmatvec(v)
+        w = inverse.T.negative_matvec(v)
         if self.refine:
             return self._refine(w, v, vjp, solution, inverse)
         if self.tolerance is not None:

@@ -32,6 +32,10 @@ class Inverse:
         """B⁻¹x."""
         raise NotImplementedError
 
+    def negative_matvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
+        """−B⁻¹x; where the sign is free, without another pass over the vector."""
+        return -self.matvec(x)
+
     def rmatvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
         """B⁻ᵀx."""
         return self.T.matvec(x)

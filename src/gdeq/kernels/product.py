@@ -42,7 +42,7 @@ class Tuning:
     """The best that was found on an H200 (docs/performance.md)."""
 
     block: int = 1024  # numbers in a chunk
-    tile: int = 4  # stored steps that a program reads at once
+    tile: int = 2  # stored steps that a program reads at once
     dots_warps: int = 1  # sums then need no other warp
     step_warps: int = 4
     backwards: bool = True  # the second pass over the steps starts where the first one ended
