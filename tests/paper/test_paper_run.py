@@ -247,7 +247,7 @@ def test_other_settings_are_refused_before_anything_is_trained(gdeq, tmp_path):
     assert gdeq(*args, *only("jfb-seed0"))[0] == 0
     code, said = gdeq(*args, *only("gdeq-seed0", "jfb-seed0"), "--set", "optimizer.lr=0.5")
     assert code == 1
-    assert "jfb-seed0 was made with other settings (optimizer.lr: 0.05 -> 0.5)" in said
+    assert "jfb-seed0 was made with other settings (optimizer.lr: 0.02 -> 0.5)" in said
     assert not (out / "gdeq-seed0").exists()
     # Housekeeping is no other experiment.
     assert gdeq(*args, *only("jfb-seed0"), "--set", "log_every=7")[0] == 0
