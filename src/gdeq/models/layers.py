@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gdeq import kernels
 from gdeq.kernels.norms import Source, fuse, norm_act, per_sample
 from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
+from gdeq.models.convolution import convolution
 
 
 def conv(inner: int, outer: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -48,7 +49,7 @@ class Conv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         if self.ready is None:
             return super().forward(x)
-        return self._conv_forward(x, self.ready, self.bias)
+        return convolution(x, self.ready, self.stride[0], self.padding[0])  # type: ignore[arg-type]
 
 
 class GroupNorm(nn.GroupNorm):
@@ -124,7 +125,7 @@ def made_ready(owner: nn.Module, parts: Sequence[nn.Module], x: Tensor) -> Itera
     vectors = [vector for norm in norms for vector in (norm.weight, norm.bias)]
     with torch.autocast(x.device.type, enabled=False):
         weights = merge(merged, dtype, plans_of(owner))
-        spread = per_sample(vectors, len(x))
+        spread = per_sample(vectors, len(x)) if vectors else []
     try:
         for conv, weight in zip(convs, weights, strict=True):
             conv.ready = weight

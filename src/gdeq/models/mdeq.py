@@ -115,7 +115,7 @@ class Head(nn.Module):
             branches.reads(wide[i])
             y = wide[i] + lower
         branches.join([])
-        return self.classify(self.final(y).mean(dim=(2, 3)))
+        return self.classify(average(self.final(y)))
 
     def _branches(self, z: MultiscaleState) -> Serial:
         """The scales side by side on a GPU, where all their weights are made before."""
@@ -124,6 +124,13 @@ class Head(nn.Module):
         if wanted and runs_as_kernels(z[0]) and self.widen[0].body[0].ready is not None:  # type: ignore[union-attr, index]
             return Parallel(z[0].device, len(z), grad)
         return Serial()
+
+
+def average(y: Tensor) -> Tensor:  # (batch, channels, height, width) -> (batch, channels)
+    """Over the image.  As a sum, whose gradient is the same number for all pixels and needs no
+    memory; without autocast, which would make float32 of it before."""
+    with torch.autocast(y.device.type, enabled=False):
+        return y.sum(dim=(2, 3)) / (y.shape[2] * y.shape[3])
 
 
 class MDEQ(nn.Module):
@@ -154,7 +161,7 @@ class MDEQ(nn.Module):
         dtype = images.dtype
         if torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        if self.config.outer_norm != "group" or not runs_as_kernels(images, dtype):
+        if not runs_as_kernels(images, dtype):
             return contextlib.nullcontext()
         return made_ready(self, (self.stem, self.head), images)
 

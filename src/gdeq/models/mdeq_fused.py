@@ -30,11 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d
 
 from gdeq import kernels
+from gdeq.early import ready
 from gdeq.kernels.norms import Source, block_end, fuse, norm_act, per_sample
 from gdeq.models.branches import Parallel, Serial
+from gdeq.models.convolution import convolution
 from gdeq.models.mdeq_weights import BlockWeights, Norm, Prepared, Weights
 from gdeq.models.parts import map_parts
 from gdeq.regularize import VariationalDropout
@@ -76,7 +77,10 @@ def evaluate(
     injection = injection.to(dtype, memory_format=torch.channels_last)
     results: list[Any] = [None] * len(z) if grad and out is None else _parts_of(z, out)
     # Ways up have branches of their own, beside the longer ones down.
-    branches = Parallel(z[0].device, 2 * len(z) - 1, grad) if parallel else Serial()
+    # All but the first read nothing else that is new, and write to `results` only after they have
+    # met it.
+    start = ready(inputs[1:]) if not grad else None
+    branches = Parallel(z[0].device, 2 * len(z) - 1, grad, start) if parallel else Serial()
 
     streams_out: list[Tensor] = []
     arrived: dict[tuple[int, int], Source] = {}
@@ -92,7 +96,7 @@ def evaluate(
             branches.mark(j)
             passing = y
             for level, down in enumerate(weights.downs[j], start=1):
-                joined = conv2d(passing, down.conv, stride=2, padding=1)
+                joined = convolution(passing, down.conv, stride=2, padding=1)
                 alive.append(joined)
                 here, rest = joined, None
                 if down.passing is not None:
@@ -108,7 +112,7 @@ def evaluate(
             with branches.on(len(z) - 1 + j):
                 branches.await_(j)
                 branches.reads(y, up.conv)
-                joined = conv2d(y, up.conv)
+                joined = convolution(y, up.conv)
                 alive.append(joined)
                 parts = joined.split(up.channels, dim=1) if j > 1 else [joined]
                 for i, (part, norm) in enumerate(zip(parts, up.norms, strict=True)):
@@ -127,7 +131,7 @@ def evaluate(
             groups, eps = _common(weights, i)
             total = fuse(total, sources, groups, eps)
             post = weights.posts[i]
-            raw = conv2d(total, post.conv)
+            raw = convolution(total, post.conv)
             alive += [total, raw]
             found.append(_normalised(raw, post.norm, out=results[i], dtype=z[i].dtype))
     branches.join(found)
@@ -159,9 +163,9 @@ def _blocks(
 ) -> Tensor:
     """The residual blocks of one scale.  half: z in the dtype of the convolutions."""
     for i, (block, mask) in enumerate(zip(blocks, masks, strict=True)):
-        expanded = conv2d(half, block.expand, padding=1)
+        expanded = convolution(half, block.expand, padding=1)
         inner = _normalised(expanded, block.expand_norm, relu=True)
-        reduced = conv2d(inner, block.reduce, padding=1)
+        reduced = convolution(inner, block.reduce, padding=1)
         norms = block.reduce_norm, block.sum_norm
         z = half = block_end(
             reduced,

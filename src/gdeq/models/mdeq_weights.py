@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
+from gdeq.models.branches import Parallel, Serial
 from gdeq.models.parts import map_parts, tensors_in
 from gdeq.regularize import Held, _WeightNorm
 
@@ -87,7 +88,14 @@ def prepare(cell: MDEQCell, dtype: torch.dtype) -> Weights:
     template = _template(cell)
     wanted: list[Merged] = []
     map_parts(template, Merged, wanted.append)
-    found = iter(merge(wanted, dtype, plans_of(cell)))
+    device = wanted[0].parts[0].weight.device
+    grad = torch.is_grad_enabled()
+    # Backward, they come last: autograd then runs them beside what is before the cell.
+    branches = Parallel(device, 2, grad) if device.type == "cuda" and grad else Serial()
+    with branches.on(1):
+        merged = merge(wanted, dtype, plans_of(cell))
+    branches.join(merged)
+    found = iter(merged)
     return map_parts(template, Merged, lambda _: next(found))
 
 

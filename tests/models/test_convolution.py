@@ -1,0 +1,109 @@
+"""A convolution whose weight's gradient is computed aside is `conv2d`: values, all derivatives."""
+
+import pytest
+import torch
+from torch.nn.functional import conv2d
+
+from gdeq.models import convolution as module
+from gdeq.models.convolution import apart, convolution
+
+
+def problem(device, dtype=torch.float64, kernel=3):
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 6, 6, dtype=dtype, device=device, requires_grad=True)
+    v = torch.randn(3, 4, kernel, kernel, dtype=dtype, device=device, requires_grad=True)
+    return x, v
+
+
+def side_of(device):
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(1, 1, 0), (3, 1, 1), (3, 2, 1)])
+def test_values_and_derivatives_of_both_orders(device, kernel, stride, padding):
+    x, v = problem(device, kernel=kernel)
+    side = side_of(device)
+
+    def ours(x, v):
+        return apart(x, 2 * v, stride, padding, side)
+
+    plain = conv2d(x, 2 * v, stride=stride, padding=padding)
+    assert torch.equal(ours(x, v), plain)
+    found = torch.autograd.grad(ours(x, v).sin().sum(), (x, v))
+    wanted = torch.autograd.grad(plain.sin().sum(), (x, v))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(ours, (x, v))
+    assert torch.autograd.gradgradcheck(ours, (x, v))
+
+
+def test_no_weight_gradient_is_computed_for_the_input_alone(device, monkeypatch):
+    x, v = problem(device)
+    asked = []
+    real = module._backward
+
+    def watched(*arguments):
+        asked.append(arguments[-1])
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "_backward", watched)
+    y = apart(x, 2 * v, 1, 1, side_of(device))
+    torch.autograd.grad(y, x, torch.ones_like(y), retain_graph=True)
+    assert asked == [0]
+    y.sum().backward()
+    assert sorted(asked[1:]) == [0, 1]
+
+
+def test_an_input_without_gradient_gets_none(device):
+    x, v = problem(device)
+    y = apart(x.detach(), 2 * v, 1, 1, side_of(device))
+    y.square().sum().backward()
+    wanted = torch.autograd.grad(conv2d(x.detach(), 2 * v, padding=1).square().sum(), v)[0]
+    torch.testing.assert_close(v.grad, wanted)
+
+
+def test_the_second_derivative_of_a_product_reaches_the_weight(device):
+    """As the exact Jacobian penalty needs it: the gradient of ‖Jᵀu‖² in the weight."""
+    x, v = problem(device)
+
+    def penalty(y):
+        product = torch.autograd.grad(y, x, torch.ones_like(y), create_graph=True)[0]
+        return torch.autograd.grad(product.square().sum(), v)[0]
+
+    found = penalty(apart(x, 2 * v, 1, 1, side_of(device)))
+    wanted = penalty(conv2d(x, 2 * v, padding=1))
+    assert wanted.abs().max() > 1
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="streams are a GPU's")
+def test_recorded_in_a_graph_with_chains_on_streams():
+    device = torch.device("cuda")
+    x, _ = problem(device, torch.float32)
+    weights = [torch.randn(4, 4, 3, 3, device=device, requires_grad=True) for _ in range(6)]
+
+    def step(conv):
+        y = x
+        for weight in weights:
+            y = conv(y, 0.3 * weight, 1, 1).tanh()
+        return torch.autograd.grad(y.sum(), (x, *weights))
+
+    wanted = step(conv2d_like)
+    step(convolution)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = step(convolution)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+
+
+def conv2d_like(x, weight, stride, padding):
+    return conv2d(x, weight, stride=stride, padding=padding)
+
+
+def test_a_leaf_is_left_to_pytorch(device):
+    x, v = problem(device)
+    assert "Conv" in type(convolution(x, v).grad_fn).__name__  # and not our own function
+    assert not isinstance(convolution(x, v).grad_fn, torch.autograd.function.BackwardCFunction)
