@@ -24,18 +24,23 @@ One pass over the store gives all a_j, and the new row of G with them; a recurre
 numbers gives the weights; a second pass combines.  A factor that was skipped (a denominator or a
 change of g that is only rounding) has ``keep`` false and weight 0.
 
+Where f computes in bfloat16, steps are rounded before they are kept (`store_dtype`), on a GPU to 8
+bits (`gdeq.eight_bits`).  The step that is taken is the rounded one: z, the store and the inverse
+belong together.
+
 Limits: full steps, and a store of all of them.  A bounded memory drops the oldest *term* of a sum,
 for which there is no counterpart in a product, so there the plain form is used.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gdeq.eight_bits import Scales, chunks_of, in_full, rounded_to_eight_bits
 from gdeq.kernels import choice
 from gdeq.ledger import Ledger
 from gdeq.operators import Inverse, norm, safe_norms
@@ -56,6 +61,7 @@ class ProductInverse(Inverse):
     gram: Tensor  # (batch, places, places), places > rank
     keep: Tensor  # (batch, places) bool
     transposed: bool = False
+    scales: Scales | None = None  # of a store in 8 bits
 
     @property
     def rank(self) -> int:
@@ -63,7 +69,7 @@ class ProductInverse(Inverse):
 
     @property
     def T(self) -> ProductInverse:
-        return ProductInverse(self.steps, self.gram, self.keep, not self.transposed)
+        return replace(self, transposed=not self.transposed)
 
     def matvec(self, x: Tensor) -> Tensor:
         return self._apply(x, negative=False)
@@ -77,8 +83,10 @@ class ProductInverse(Inverse):
         if _in_kernels(x) and not differentiable:
             from gdeq.kernels import product_apply as fused  # noqa: PLC0415 (needs Triton)
 
-            return fused.apply(self.steps, self.gram, self.keep, x, self.transposed, negative)
-        steps = self.steps.to(x.dtype)
+            return fused.apply(
+                self.steps, self.gram, self.keep, x, self.transposed, negative, self.scales
+            )
+        steps = in_full(self.steps, self.scales, x.dtype)
         # A step that no factor uses may hold anything, infinity too.
         used = self.keep[:, : self.rank]
         of_one = torch.nn.functional.pad(used, (0, 1)) | torch.nn.functional.pad(used, (1, 0))
@@ -97,7 +105,7 @@ class ProductInverse(Inverse):
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
-        return (self.steps,)
+        return (self.steps,) if self.scales is None else (self.steps, self.scales.values)
 
 
 def weights(dots: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
@@ -105,7 +113,7 @@ def weights(dots: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
     found = torch.zeros_like(dots)
     for j in range(dots.shape[1] - 1):
         inner = dots[:, j] + _sum_used(gram[:, j, : j + 1], found[:, : j + 1])
-        found[:, j + 1] = torch.where(keep[:, j], inner / gram[:, j, j], 0.0)
+        found[:, j + 1] = _over_used(inner, gram[:, j, j], keep[:, j])
     return found
 
 
@@ -115,12 +123,17 @@ def transposed_weights(dots: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
     n = dots.shape[1]
     for j in range(n - 2, -1, -1):
         inner = dots[:, j + 1] + _sum_used(gram[:, j + 1, j + 1 : n], found[:, j + 1 :])
-        found[:, j] = torch.where(keep[:, j], inner / gram[:, j, j], 0.0)
+        found[:, j] = _over_used(inner, gram[:, j, j], keep[:, j])
     return found
 
 
 def _sum_used(row: Tensor, weight: Tensor) -> Tensor:  # (batch, n), (batch, n) -> (batch,)
     return torch.where(weight != 0, row * weight, 0.0).sum(1)
+
+
+def _over_used(inner: Tensor, squared: Tensor, kept: Tensor) -> Tensor:  # (batch,) each
+    # Not divided by a 0 that is not used: autograd would make a NaN of it.
+    return torch.where(kept, inner / torch.where(kept, squared, 1.0), 0.0)
 
 
 def _in_kernels(x: Tensor) -> bool:  # (batch, d)
@@ -142,10 +155,12 @@ def applies(solver: Solver, z: Tensor, max_steps: int, inverse: Inverse | None) 
     )
 
 
-def store_dtype(z: Tensor, precision: float) -> torch.dtype:
+def store_dtype(z: Tensor, precision: float, eight_bits: bool = False) -> torch.dtype:
     """Steps of an f that computes in bfloat16 are known to no more digits than bfloat16 holds."""
     half = torch.bfloat16
-    return half if z.dtype == torch.float32 and precision >= torch.finfo(half).eps else z.dtype
+    if z.dtype != torch.float32 or precision < torch.finfo(half).eps:
+        return z.dtype
+    return torch.int8 if eight_bits else half
 
 
 def iterate(
@@ -203,7 +218,11 @@ class PlainSweep:
 
     The plain twin of `gdeq.kernels.product.Sweep`.  Only the newest z is kept; a sample that must
     go back to an earlier iterate gets it from the first one and the steps, by the same additions.
+
+    block: keep steps in 8 bits, in chunks of so many numbers (for comparison with the kernels).
     """
+
+    block: int | None = None
 
     def __init__(
         self,
@@ -223,7 +242,13 @@ class PlainSweep:
             max_steps,
             scale,
         )
-        self.steps = z.new_zeros(batch, max_steps + 1, d, dtype=store_dtype(z, precision))
+        dtype = torch.int8 if self.block else store_dtype(z, precision)
+        self.steps = z.new_zeros(batch, max_steps + 1, d, dtype=dtype)
+        self.scales: Scales | None = None
+        if self.block:
+            chunks = sum(chunks_of(tuple(sizes), self.block))
+            values = z.new_zeros(batch, max_steps + 1, chunks, dtype=torch.float32)
+            self.scales = Scales(values, tuple(sizes), self.block)
         self.gram = z.new_zeros(batch, max_steps + 1, max_steps + 1)
         self.keep = torch.zeros(batch, max_steps + 1, dtype=torch.bool, device=z.device)
         self.residuals: list[Tensor] = []
@@ -265,18 +290,28 @@ class PlainSweep:
             self.ledger.note(t, good, absolute, size)
             self.residuals.append(self.ledger.residual)
             step = self._learn(t, g, fz, good, absolute, of_z)
-        step = torch.where(good.unsqueeze(1), step, 0.0).to(self.steps.dtype)
-        self.steps[:, t] = step
+        self._store(t, torch.where(good.unsqueeze(1), step, 0.0))
         if t < self.max_steps:
             moves = self.ledger.active.unsqueeze(1)
-            self.z = torch.where(moves, self.z + step.to(self.z.dtype), self.z)
+            self.z = torch.where(moves, self.z + self._stored(t + 1)[:, t], self.z)
         self.last_fz = fz
+
+    def _store(self, t: int, step: Tensor) -> None:  # (batch, d)
+        if self.scales is None:
+            self.steps[:, t] = step
+        else:
+            whole, scale = rounded_to_eight_bits(step, self.scales.sizes, self.scales.block)
+            self.steps[:, t], self.scales.values[:, t] = whole, scale
+
+    def _stored(self, count: int) -> Tensor:  # -> (batch, count, d)
+        scales = None if self.scales is None else self.scales.first(count)
+        return in_full(self.steps[:, :count], scales, self.z.dtype)
 
     def _learn(
         self, t: int, g: Tensor, fz: Tensor, good: Tensor, absolute: Tensor, of_z: Tensor
     ) -> Tensor:  # -> (batch, d)
         """Decide on factor t − 1; the next step."""
-        stored = self.steps[:, :t].to(g.dtype)
+        stored = self._stored(t)
         newest = stored[:, -1]
         dots = torch.einsum("bjd,bd->bj", stored, g)
         row = torch.einsum("bjd,bd->bj", stored, newest)
@@ -297,9 +332,10 @@ class PlainSweep:
 
     def settle(self, at: Tensor, last: int) -> tuple[Tensor, ProductInverse]:  # at: (batch,)
         """z and the inverse as they were at iterate ``at`` of each sample."""
-        z = self.first.clone()
+        z, stored = self.first.clone(), self._stored(last)
         for j in range(last):
-            z = torch.where((j < at).unsqueeze(1), z + self.steps[:, j].to(z.dtype), z)
+            z = torch.where((j < at).unsqueeze(1), z + stored[:, j], z)
         place = torch.arange(self.keep.shape[1], device=z.device)
         keep = self.keep & (place < at.unsqueeze(1))
-        return z, ProductInverse(self.steps[:, : last + 1], self.gram, keep)
+        scales = None if self.scales is None else self.scales.first(last + 1)
+        return z, ProductInverse(self.steps[:, : last + 1], self.gram, keep, scales=scales)

@@ -13,7 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdeq import eight_bits
+
 ALIGNMENT = 16
+INFINITY = tl.constexpr(float("inf"))
+LEVELS = tl.constexpr(float(eight_bits.LEVELS))
+PER_LEVEL = tl.constexpr(1 / eight_bits.LEVELS)
+LEAST = tl.constexpr(eight_bits.LEAST)
+NO_FRACTION = tl.constexpr(1.5 * 2**23)  # beside it, float32 holds whole numbers of 22 bits
+NO_FRACTION_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
@@ -52,22 +60,51 @@ def place(table, b, chunk, batch, d, ALIGNED: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
+def numbers(s, kind: tl.constexpr, SCALED: tl.constexpr):
+    """Stored numbers in the type that is computed in.
+
+    8 bits are added to the last ones of a float32 that has no fraction: an H200 converts whole
+    numbers by instructions that are slower than its memory.
+    """
+    if SCALED:
+        s = (s.to(tl.int32) + NO_FRACTION_BITS).to(tl.float32, bitcast=True) - NO_FRACTION
+    return s.to(kind)
+
+
+@triton.jit
 def weighted_steps(
-    total, base, weight, lane, row, length, d, count,
-    TILE: tl.constexpr, BACKWARDS: tl.constexpr,
+    total, base, scales, weight, lane, row, length, d, chunks, count,
+    SCALED: tl.constexpr, TILE: tl.constexpr, BACKWARDS: tl.constexpr,
 ):  # fmt: skip
-    """total + Σ weight_j s_j over the steps of one sample."""
+    """total + Σ weight_j s_j over the steps of one sample; scales: of the chunk, in 8 bits."""
     for first in range(0, count, TILE):
         for i in tl.static_range(TILE):
             j = first + i
             if BACKWARDS:
                 j = count - 1 - j
-            w = tl.load(weight + j, mask=(j >= 0) & (j < count), other=0.0)
+            known = (j >= 0) & (j < count)
+            w = tl.load(weight + j, mask=known, other=0.0)
             # What is not used may hold anything.
             used = lane < tl.where(w != 0, length, 0)
-            s = tl.load(base + tl.cast(j, tl.int64) * d + row + lane, mask=used, other=0.0)
-            total += w * s.to(total.dtype)
+            s = tl.load(base + tl.cast(j, tl.int64) * d + row + lane, mask=used, other=0)
+            if SCALED:
+                unit = tl.load(scales + j * chunks, mask=known, other=0.0).to(total.dtype)
+                w = tl.where(w != 0, w * unit, 0.0)
+            total += w * numbers(s, total.dtype, SCALED)
     return total
+
+
+@triton.jit
+def rounded(x):
+    """`gdeq.eight_bits.rounded_to_eight_bits` of one chunk: whole numbers as float32, the scale."""
+    x = x.to(tl.float32)
+    size = tl.abs(x)
+    largest = tl.max(tl.where(size < INFINITY, size, INFINITY), 0)  # NaN too
+    some, finite = largest >= LEAST, largest < INFINITY
+    scale = tl.where(some, largest * PER_LEVEL, 0.0)
+    per_scale = tl.where(some & finite, tl.div_rn(LEVELS, tl.maximum(largest, LEAST)), 0.0)
+    whole = (x * per_scale + NO_FRACTION) - NO_FRACTION
+    return tl.where(finite, whole, 0.0), scale
 
 
 @cache

@@ -14,9 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdeq.eight_bits import Scales
 from gdeq.kernels import state
 from gdeq.kernels.choice import on_device
-from gdeq.kernels.chunks import ALIGNMENT, place, places, table, weighted_steps, work
+from gdeq.kernels.chunks import (
+    ALIGNMENT,
+    numbers,
+    place,
+    places,
+    rounded,
+    table,
+    weighted_steps,
+    work,
+)
 from gdeq.kernels.product_judge import (
     ABSOLUTE,
     ACTIVE,
@@ -50,6 +60,7 @@ class Tuning:
     judge_in_dots: bool = True
     # ‖y‖ from inner products that are known, where steps are rounded: f at the last z is not read.
     change_from_dots: bool = True
+    eight_bits: bool = True  # where steps are rounded, to 8 bits (`gdeq.eight_bits`)
 
 
 tuning = Tuning()
@@ -70,18 +81,19 @@ def _store_squares(at, g, there, here, y):
 
 @triton.jit(do_not_specialize=["count"])
 def _dots(
-    z, fz, last_fz, steps, chunk_table, d, step_stride, arrived,
+    z, fz, last_fz, steps, scales, chunk_table, d, step_stride, scale_stride, arrived,
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
     batch, chunks, count, most, tol, precision, eps, noise, flight,
     JUDGE: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    SCALED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """a_j = s_jᵀg, the new row s_jᵀs_{t−1} of G, and ‖g‖², ‖f(z)‖², ‖z‖², ‖y‖²: one chunk of each.
 
     Where squares may have overflowed or vanished, they are summed again in float64.  MEASURED: ‖y‖
     is not found in another way.  JUDGE: the program of a sample that is done last also judges it.
+    SCALED: steps are whole numbers, and only their sums are multiplied by what these count.
     """
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if COUNTED:
@@ -97,14 +109,18 @@ def _dots(
     y = g
     last = count - 1
     newest = tl.zeros_like(g)
+    units = scales + b * scale_stride + chunk
+    unit = tl.cast(1.0, kind)  # of the newest
     if count > 0:
-        newest = tl.load(base + tl.cast(last, tl.int64) * d + column, mask=inside, other=0.0)
-        newest = newest.to(kind)
-        tl.store(out + last, tl.sum(newest * g, 0))
-        tl.store(out + PLACES + last, tl.sum(newest * newest, 0))
+        newest = tl.load(base + tl.cast(last, tl.int64) * d + column, mask=inside, other=0)
+        newest = numbers(newest, kind, SCALED)
+        if SCALED:
+            unit = tl.load(units + last * chunks).to(kind)
+        tl.store(out + last, tl.sum(newest * g, 0) * unit)
+        tl.store(out + PLACES + last, tl.sum(newest * newest, 0) * unit * unit)
         if MEASURED:
             before = tl.load(last_fz + in_parts, mask=inside, other=0.0).to(kind)
-            y = there - before - newest
+            y = there - before - newest * unit
     at = norms + (b * chunks + chunk) * 4
     gg, ff, zz, yy = (
         tl.sum(g * g, 0),
@@ -124,9 +140,14 @@ def _dots(
         j = first + tl.arange(0, TILE)
         known = j < last
         where = j.to(tl.int64)[:, None] * d + column[None, :]
-        s = tl.load(base + where, mask=known[:, None] & inside[None, :], other=0.0).to(kind)
-        tl.store(out + j, tl.sum(s * g[None, :], 1), mask=known)
-        tl.store(out + PLACES + j, tl.sum(s * newest[None, :], 1), mask=known)
+        s = tl.load(base + where, mask=known[:, None] & inside[None, :], other=0)
+        s = numbers(s, kind, SCALED)
+        of_g, of_newest = tl.sum(s * g[None, :], 1), tl.sum(s * newest[None, :], 1)
+        if SCALED:
+            unit_j = tl.load(units + j * chunks, mask=known, other=0.0).to(kind)
+            of_g, of_newest = of_g * unit_j, of_newest * unit_j * unit
+        tl.store(out + j, of_g, mask=known)
+        tl.store(out + PLACES + j, of_newest, mask=known)
     if JUDGE:
         tl.debug_barrier()  # what all lanes have stored goes before the count
         if tl.atomic_add(arrived + b, 1, sem="acq_rel") == chunks - 1:
@@ -156,11 +177,22 @@ def _judge(
     )  # fmt: skip
 
 
+@triton.jit
+def _moved(z, step, unit, SCALED: tl.constexpr):
+    """z + s, rounded in one way wherever it is computed."""
+    if SCALED:
+        z = tl.fma(step.to(z.dtype), tl.zeros_like(z) + unit, z)
+    else:
+        z += step.to(z.dtype)
+    return z
+
+
 @triton.jit(do_not_specialize=["count"])
 def _step(
-    z, fz, steps, parts, chunk_table, weight, lead, moves, counter, batch, d, step_stride, count,
-    COUNTED: tl.constexpr, PARTS: tl.constexpr, ALIGNED: tl.constexpr, BACKWARDS: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+    z, fz, steps, scales, parts, chunk_table, weight, lead, moves, counter,
+    batch, d, step_stride, scale_stride, chunks, count,
+    COUNTED: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    BACKWARDS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into z: one chunk."""
     chunk, b = work(BACKWARDS)
@@ -172,17 +204,26 @@ def _step(
     here = tl.load(z + in_rows, mask=inside, other=0.0)
     share = tl.load(lead + b)
     base = steps + b * step_stride
+    units = scales + b * scale_stride + chunk
     total = tl.zeros_like(here)
     if share != 0:
         there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
         total = share * (there - here)
         total = weighted_steps(
-            total, base, weight + b * PLACES, lane, row, length, d, count, TILE, BACKWARDS
-        )
-    step = total.to(steps.dtype.element_ty)
-    tl.store(base + tl.cast(count, tl.int64) * d + row + lane, step, mask=inside)
+            total, base, units, weight + b * PLACES, lane, row, length, d, chunks, count,
+            SCALED, TILE, BACKWARDS,
+        )  # fmt: skip
+    out = base + tl.cast(count, tl.int64) * d + row + lane
+    if SCALED:
+        step, unit = rounded(total)
+        tl.store(units + count * chunks, unit)
+        unit = unit.to(kind)
+    else:
+        step = total.to(steps.dtype.element_ty)
+        unit = tl.cast(1.0, kind)
+    tl.store(out, step.to(steps.dtype.element_ty), mask=inside)
     if tl.load(moves + b) != 0:
-        here += step.to(kind)
+        here = _moved(here, step, unit, SCALED)
         tl.store(z + in_rows, here, mask=inside)
         if PARTS:
             tl.store(parts + in_parts, here.to(parts.dtype.element_ty), mask=inside)
@@ -190,21 +231,33 @@ def _step(
 
 @triton.jit
 def _rebuild(
-    first, z, steps, at, taken, chunk_table, batch, d, step_stride,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    first, z, steps, scales, at, taken, keep, kept, chunk_table,
+    batch, d, step_stride, scale_stride, chunks,
+    SCALED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """z = z_0 + s_0 + … + s_{at−1}, by the additions of the solve, for who must go back."""
+    """z = z_0 + s_0 + … + s_{at−1}, by the additions of the solve, for who must go back.
+
+    And the factors that are kept of the first ``at``.
+    """
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     wanted = tl.load(at + b)
+    if chunk == 0:
+        j = tl.arange(0, PLACES)
+        of_j = tl.load(keep + b * PLACES + j)
+        tl.store(kept + b * PLACES + j, tl.where(j < wanted, of_j, 0))
     if wanted < tl.load(taken + b):
         lane, row, length, in_rows, _in_parts = place(
             chunk_table, b, chunk, batch, d, ALIGNED, BLOCK
         )
         column, inside = row + lane, lane < length
         total = tl.load(first + in_rows, mask=inside, other=0.0)
+        base, units = steps + b * step_stride, scales + b * scale_stride + chunk
         for j in range(0, wanted):
-            s = tl.load(steps + b * step_stride + tl.cast(j, tl.int64) * d + column, mask=inside)
-            total += s.to(total.dtype)
+            s = tl.load(base + tl.cast(j, tl.int64) * d + column, mask=inside, other=0)
+            unit = tl.cast(1.0, total.dtype)
+            if SCALED:
+                unit = tl.load(units + j * chunks).to(total.dtype)
+            total = _moved(total, numbers(s, total.dtype, SCALED), unit, SCALED)
         tl.store(z + in_rows, total, mask=inside)
 
 
@@ -212,6 +265,13 @@ def _in_parts(z: Tensor, sizes: list[int], dtype: torch.dtype) -> Tensor:  # -> 
     if state.takes(len(z), [dtype] * len(sizes)):
         return state.split_buffer(z, sizes, dtype)
     return torch.cat([row.reshape(-1) for row in z.to(dtype).split(sizes, dim=1)])
+
+
+def _with_room(x: Tensor, room: int) -> Tensor:  # (batch, fewer, n) -> (batch, room, n)
+    batch, known, n = x.shape
+    larger = x.new_empty(batch, room, n)
+    larger[:, :known] = x
+    return larger
 
 
 class Sweep:
@@ -240,12 +300,13 @@ class Sweep:
             self.parts = _in_parts(z, sizes, dtype)
         # In a captured graph, or with tol=0, all places will be used; else the store grows.
         whole = solver.tol == 0 or recording(device)
-        self.steps = z.new_empty(
-            batch,
-            max_steps + 1 if whole else min(max_steps + 1, 8),
-            d,
-            dtype=store_dtype(z, precision),
-        )
+        room = max_steps + 1 if whole else min(max_steps + 1, 8)
+        kept = store_dtype(z, precision, tuning.eight_bits)
+        self.steps = z.new_empty(batch, room, d, dtype=kept)
+        # Of each chunk of a step in 8 bits; else never read.
+        self.scaled, self.sizes = kept == torch.int8, tuple(sizes)
+        chunks = len(self.table)
+        self.scales = z.new_empty(batch, room, chunks if self.scaled else 0, dtype=torch.float32)
         self.places = places(max_steps + 1)
         self.gram = z.new_zeros(batch, self.places, self.places)
         self.keep = torch.empty(batch, self.places, dtype=torch.int8, device=device)
@@ -256,7 +317,6 @@ class Sweep:
         self.whole = torch.empty(WHOLES, batch, dtype=torch.int32, device=device)
         self.trace = z.new_full((max_steps, batch), torch.nan)
         self.counter = self.moves  # of the iterate; read by repeated steps alone
-        chunks = len(self.table)
         self.partial = z.new_empty(batch, chunks, 2, self.places)
         self.norms = torch.empty(batch, chunks, 4, dtype=torch.float64, device=device)
         self.arrived = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -300,7 +360,7 @@ class Sweep:
 
     def _launch_here(self, t: int, fz: Tensor, counted: bool) -> None:
         batch, d = self.z.shape
-        stride, chunks = self.steps.stride(0), len(self.table)
+        strides, chunks = (self.steps.stride(0), self.scales.stride(0)), len(self.table)
         solver, precision = self.solver, self.precision
         scale = self.real if self.scale is None else self.scale
         sums = self.norms, self.partial, scale
@@ -324,27 +384,31 @@ class Sweep:
             "LINEAR": self.scale is not None,
             "CHUNKS": 32,
         }
-        moving = {"ALIGNED": self.aligned, "BLOCK": tuning.block, "TILE": tuning.tile}
+        moving = {
+            "SCALED": self.scaled,
+            "ALIGNED": self.aligned,
+            "BLOCK": tuning.block,
+            "TILE": tuning.tile,
+        }
         grid = (chunks, batch)
         at_once = tuning.judge_in_dots and tuning.dots_warps == 1
         _dots[grid](
-            self.z, fz, self.last_fz, self.steps, self.table, d, stride, self.arrived, *verdict,
+            self.z, fz, self.last_fz, self.steps, self.scales, self.table,
+            d, *strides, self.arrived, *verdict,
             JUDGE=at_once, **common, **judging, **moving, num_warps=tuning.dots_warps,
         )  # fmt: skip
         if not at_once:
             _judge[(batch,)](*verdict, **common, **judging, num_warps=1)
         _step[grid](
-            self.z, fz, self.steps, self.parts, self.table, self.weight, self.lead, self.moves,
-            self.counter, batch, d, stride, t,
+            self.z, fz, self.steps, self.scales, self.parts, self.table,
+            self.weight, self.lead, self.moves, self.counter, batch, d, *strides, chunks, t,
             PARTS=self.in_parts, BACKWARDS=tuning.backwards, **common, **moving,
             num_warps=tuning.step_warps,
         )  # fmt: skip
 
     def _grow(self) -> None:
-        batch, places, d = self.steps.shape
-        larger = self.steps.new_empty(batch, min(2 * places, self.max_steps + 1), d)
-        larger[:, :places] = self.steps
-        self.steps = larger
+        room = min(2 * self.steps.shape[1], self.max_steps + 1)
+        self.steps, self.scales = _with_room(self.steps, room), _with_room(self.scales, room)
 
     @property
     def ledger(self) -> Ledger:
@@ -366,13 +430,19 @@ class Sweep:
 
     def settle(self, at: Tensor, last: int) -> tuple[Tensor, ProductInverse]:  # at: (batch,)
         batch, d = self.z.shape
-        taken = self.whole[STEPS].long()
+        kept = torch.empty_like(self.keep)
         with on_device(self.z):
             _rebuild[(len(self.table), batch)](
-                self.first, self.z, self.steps, at.long(), taken, self.table,
-                batch, d, self.steps.stride(0),
-                ALIGNED=self.aligned, BLOCK=tuning.block, num_warps=tuning.step_warps,
+                self.first, self.z, self.steps, self.scales, at, self.whole[STEPS],
+                self.keep, kept, self.table,
+                batch, d, self.steps.stride(0), self.scales.stride(0), len(self.table),
+                SCALED=self.scaled, ALIGNED=self.aligned, BLOCK=tuning.block, PLACES=self.places,
+                num_warps=tuning.step_warps,
             )  # fmt: skip
-        place = torch.arange(self.places, device=at.device)
-        keep = (self.keep != 0) & (place < at.unsqueeze(1))
-        return self.z, ProductInverse(self.steps[:, : last + 1], self.gram, keep)
+        scales = Scales(self.scales, self.sizes, tuning.block).first(last + 1)
+        return self.z, ProductInverse(
+            self.steps[:, : last + 1],
+            self.gram,
+            kept.view(torch.bool),
+            scales=scales if self.scaled else None,
+        )

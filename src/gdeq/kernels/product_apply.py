@@ -8,9 +8,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gdeq.eight_bits import Scales
 from gdeq.kernels import product
 from gdeq.kernels.choice import on_device
-from gdeq.kernels.chunks import ALIGNMENT, place, places, table, weighted_steps, work
+from gdeq.kernels.chunks import ALIGNMENT, numbers, place, places, table, weighted_steps, work
 
 BLOCK = 1024  # numbers in a chunk
 TILE = 4  # stored steps that a program reads at once
@@ -19,8 +20,9 @@ DOTS_WARPS, APPLY_WARPS = 1, 4
 
 @triton.jit
 def _dots_of(
-    x, steps, table, partial, batch, d, step_stride, chunks, begin, end,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+    x, steps, scales, table, partial, batch, d, step_stride, scale_stride, chunks, begin, end,
+    SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """a_j = s_jᵀx of `ProductInverse.matvec`, begin ≤ j < end: one chunk of each."""
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -28,13 +30,17 @@ def _dots_of(
     column, inside = row + lane, lane < length
     here = tl.load(x + in_rows, mask=inside, other=0.0)
     base = steps + b * step_stride
+    units = scales + b * scale_stride + chunk
     out = partial + (b * chunks + chunk) * PLACES
     for first in range(begin, end, TILE):
         j = first + tl.arange(0, TILE)
         known = j < end
         where = j.to(tl.int64)[:, None] * d + column[None, :]
-        s = tl.load(base + where, mask=known[:, None] & inside[None, :], other=0.0)
-        tl.store(out + j, tl.sum(s.to(here.dtype) * here[None, :], 1), mask=known)
+        s = tl.load(base + where, mask=known[:, None] & inside[None, :], other=0)
+        a = tl.sum(numbers(s, here.dtype, SCALED) * here[None, :], 1)
+        if SCALED:
+            a *= tl.load(units + j * chunks, mask=known, other=0.0).to(a.dtype)
+        tl.store(out + j, a, mask=known)
 
 
 @triton.jit
@@ -76,8 +82,8 @@ def _weights_of(
 
 @triton.jit
 def _apply(
-    x, y, steps, table, weight, batch, d, step_stride, count,
-    ALIGNED: tl.constexpr, BACKWARDS: tl.constexpr, NEGATIVE: tl.constexpr,
+    x, y, steps, scales, table, weight, batch, d, step_stride, scale_stride, chunks, count,
+    SCALED: tl.constexpr, ALIGNED: tl.constexpr, BACKWARDS: tl.constexpr, NEGATIVE: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """y = ∓(x + Σ weight_j s_j), + if NEGATIVE: one chunk."""
@@ -86,28 +92,44 @@ def _apply(
     inside = lane < length
     total = tl.load(x + in_rows, mask=inside, other=0.0)
     base = steps + b * step_stride
+    units = scales + b * scale_stride + chunk
     total = weighted_steps(
-        total, base, weight + b * PLACES, lane, row, length, d, count, TILE, BACKWARDS
-    )
+        total, base, units, weight + b * PLACES, lane, row, length, d, chunks, count,
+        SCALED, TILE, BACKWARDS,
+    )  # fmt: skip
     tl.store(y + in_rows, total if NEGATIVE else -total, mask=inside)
 
 
 def apply(
-    steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool, negative: bool = False
+    steps: Tensor,
+    gram: Tensor,
+    keep: Tensor,
+    x: Tensor,
+    transposed: bool,
+    negative: bool = False,
+    scales: Scales | None = None,
 ) -> Tensor:
     """`ProductInverse.matvec`, or its negative."""
     with on_device(x):
-        return _applied(steps, gram, keep, x, transposed, negative)
+        return _applied(steps, gram, keep, x, transposed, negative, scales)
 
 
 def _applied(
-    steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, transposed: bool, negative: bool
+    steps: Tensor,
+    gram: Tensor,
+    keep: Tensor,
+    x: Tensor,
+    transposed: bool,
+    negative: bool,
+    scales: Scales | None,
 ) -> Tensor:
     batch, count, d = steps.shape
     x = x.contiguous()
     kind = torch.promote_types(x.dtype, gram.dtype)
     x = x.to(kind)
-    chunk_table = table((d,), BLOCK, x.device)
+    sizes, block = ((d,), BLOCK) if scales is None else (scales.sizes, scales.block)
+    units = gram if scales is None else scales.values
+    chunk_table = table(sizes, block, x.device)
     chunks, wide = len(chunk_table), places(gram.shape[1])
     if wide != gram.shape[1]:  # made by the plain twin
         more = wide - gram.shape[1]
@@ -115,13 +137,20 @@ def _applied(
     partial = gram.new_empty(batch, chunks, wide)
     weight = gram.new_empty(batch, wide)
     kept = keep.view(torch.int8)
-    aligned = d % ALIGNMENT == 0
-    stride = steps.stride(0)
+    aligned = all(size % ALIGNMENT == 0 for size in sizes)
+    strides = steps.stride(0), units.stride(0)
+    common = {
+        "SCALED": scales is not None,
+        "ALIGNED": aligned,
+        "BLOCK": block,
+        "TILE": TILE,
+        "PLACES": wide,
+    }
     # No factor asks for s_0ᵀx in the transposed product, nor for the last a_j in the other.
     begin, end = (1, count) if transposed else (0, count - 1)
     _dots_of[(chunks, batch)](
-        x, steps, chunk_table, partial, batch, d, stride, chunks, begin, end,
-        ALIGNED=aligned, BLOCK=BLOCK, TILE=TILE, PLACES=wide, num_warps=DOTS_WARPS,
+        x, steps, units, chunk_table, partial, batch, d, *strides, chunks, begin, end,
+        **common, num_warps=DOTS_WARPS,
     )  # fmt: skip
     _weights_of[(batch,)](
         partial, gram, kept, weight, chunks, count, begin, end,
@@ -129,8 +158,7 @@ def _applied(
     )  # fmt: skip
     y = torch.empty_like(x)
     _apply[(chunks, batch)](
-        x, y, steps, chunk_table, weight, batch, d, stride, count,
-        ALIGNED=aligned, BACKWARDS=product.tuning.backwards, NEGATIVE=negative,
-        BLOCK=BLOCK, TILE=TILE, PLACES=wide, num_warps=APPLY_WARPS,
+        x, y, steps, units, chunk_table, weight, batch, d, *strides, chunks, count,
+        BACKWARDS=product.tuning.backwards, NEGATIVE=negative, **common, num_warps=APPLY_WARPS,
     )  # fmt: skip
     return y

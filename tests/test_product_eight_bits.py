@@ -1,0 +1,336 @@
+"""Steps in 8 bits: the kernels against their plain twin and against dense products of factors.
+
+Without a GPU the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import gdeq
+from gdeq.eight_bits import Scales, chunks_of, in_full, rounded_to_eight_bits
+from gdeq.kernels import choice
+from gdeq.product import PlainSweep, ProductInverse, store_dtype
+from problems import assert_near
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+
+from gdeq.kernels import product
+from gdeq.kernels.chunks import place, rounded, table
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.finfo(torch.bfloat16).eps
+BLOCK = 64
+ANY_SIZES, ROUND_SIZES = [70, 3, 33], [80, 16]  # a full chunk, and some that are not
+# The interpreter divides 0 by 0 aloud.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+class InEightBits(PlainSweep):
+    block = BLOCK
+
+
+@pytest.fixture(params=["plain", "triton"])
+def form(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    tuning = replace(product.tuning, block=BLOCK, eight_bits=True)
+    monkeypatch.setattr(product, "tuning", tuning)
+    monkeypatch.setattr(gdeq.product, "PlainSweep", InEightBits)
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """In float64 too, where the two forms differ by no more than a rare rounding."""
+    monkeypatch.setattr(product, "store_dtype", lambda *_: torch.int8)
+
+
+# --- rounding -------------------------------------------------------------------------------------
+
+
+def awkward_steps():  # (5, 106)
+    x = torch.randn(5, sum(ANY_SIZES), device=DEVICE)
+    x[0] = 0.0
+    x[1] *= 1e-6 ** torch.linspace(0, 1, sum(ANY_SIZES), device=DEVICE)  # small beside large
+    x[2, 5], x[2, 75] = torch.inf, torch.nan  # in two chunks of four
+    x[3, :64] = torch.arange(64, device=DEVICE) - 31.5  # all in the middle of two numbers
+    x[3, 0] = 127.0
+    x[4] *= 1e-32
+    x[4, 71] = 1e30
+    return x
+
+
+def test_rounding_is_to_the_nearest_of_255_numbers_in_each_chunk():
+    x = awkward_steps()
+    whole, scale = rounded_to_eight_bits(x, tuple(ANY_SIZES), BLOCK)
+    assert whole.dtype == torch.int8
+    assert chunks_of(tuple(ANY_SIZES), BLOCK) == [2, 1, 1]
+    assert scale.shape == (5, 4)
+    scales = Scales(scale.unsqueeze(1), tuple(ANY_SIZES), BLOCK)
+    found = in_full(whole.unsqueeze(1), scales, x.dtype).squeeze(1)
+    chunks = [slice(0, 64), slice(64, 70), slice(70, 73), slice(73, 106)]
+    for row in range(5):
+        for c, at in enumerate(chunks):
+            largest = x[row, at].abs().max()
+            if not largest.isfinite():
+                assert found[row, at].isnan().all()
+            elif largest < 1e-30:
+                assert not found[row, at].any()
+                assert scale[row, c] == 0
+            else:
+                assert_near(scale[row, c], largest / 127, 1e-6 * largest.item())
+                assert ((found - x)[row, at].abs() <= largest * (0.5001 / 127)).all()
+                assert whole[row, at].abs().max() == 127
+    assert found[2].isnan().sum() == 64 + 33  # no other chunk is touched
+    assert (whole[3, 1:64] % 2 == 0).all()
+
+
+@triton.jit
+def _round_all(x, whole, scale, chunk_table, batch, d, chunks, BLOCK: tl.constexpr):
+    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    lane, _row, length, in_rows, _p = place(chunk_table, b, chunk, batch, d, False, BLOCK)
+    inside = lane < length
+    found, unit = rounded(tl.load(x + in_rows, mask=inside, other=0.0))
+    tl.store(whole + in_rows, found.to(tl.int8), mask=inside)
+    tl.store(scale + b * chunks + chunk, unit)
+
+
+def test_the_kernels_round_as_the_plain_form_bit_for_bit():
+    x = awkward_steps()
+    expected, units = rounded_to_eight_bits(x, tuple(ANY_SIZES), BLOCK)
+    chunk_table = table(tuple(ANY_SIZES), BLOCK, DEVICE)
+    whole, scale = torch.empty_like(expected), torch.empty_like(units)
+    grid = len(chunk_table), len(x)
+    _round_all[grid](x, whole, scale, chunk_table, len(x), x.shape[1], len(chunk_table), BLOCK)
+    assert torch.equal(whole, expected)
+    assert torch.equal(scale, units)
+
+
+# --- a solve --------------------------------------------------------------------------------------
+
+
+def drive(kind, dtype, solver, precision, steps, sizes):
+    """By hand: the first sample is solved soon, the last one lost at the fourth call.
+
+    Returns the sweep and all its iterates."""
+    batch, d = 4, sum(sizes)
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(d, d, dtype=torch.float64, generator=generator) / d**0.5
+    shift = torch.randn(batch, d, dtype=torch.float64, generator=generator)
+    strength = torch.linspace(0.3, 1.5, batch, dtype=torch.float64).unsqueeze(1)
+    matrix, shift, strength = (x.to(DEVICE, dtype) for x in (matrix, shift, strength))
+    z0 = torch.zeros_like(shift)
+    sweep = kind(z0, sizes, dtype, solver, precision, steps, None)
+    seen = [sweep.z.clone()]
+    for t in range(steps + 1):
+        rows = sweep.parts.split([batch * size for size in sizes])
+        z = torch.cat([row.view(batch, -1) for row in rows], dim=1)
+        fz = torch.tanh(strength * (z @ matrix.T) + shift)
+        fz[0] = 0.5
+        if t >= 3:
+            fz[-1] = torch.nan
+        fz = torch.cat([part.reshape(-1) for part in fz.split(sizes, dim=1)])
+        sweep.take(t, fz)
+        seen.append(sweep.z.clone())
+    return sweep, seen
+
+
+def values(sweep):
+    return sweep.scales.values if isinstance(sweep.scales, Scales) else sweep.scales
+
+
+@pytest.mark.parametrize("sizes", [ANY_SIZES, ROUND_SIZES], ids=["any size", "multiples of 16"])
+@pytest.mark.parametrize("tol", [0.0, 1e-3])
+@pytest.mark.usefixtures("always")
+def test_the_kernels_do_as_the_plain_form(sizes, tol):
+    """With samples that are solved or lost, and (by the noise guard of bf16) factors skipped."""
+    solver, steps = gdeq.Broyden(12, tol), 12
+    found, _ = drive(product.Sweep, torch.float64, solver, HALF, steps, sizes)
+    plain, _ = drive(InEightBits, torch.float64, solver, HALF, steps, sizes)
+    assert found.steps.dtype == plain.steps.dtype == torch.int8
+    n = steps + 1
+    assert found.steps.shape[1] == n  # with a tolerance it has grown
+    keep = plain.keep[:, :steps]
+    assert torch.equal(found.keep[:, :steps] != 0, keep)
+    assert len(keep.sum(1).unique()) > 2
+    assert ((found.steps.int() - plain.steps.int()) != 0).sum() <= 2  # two numbers equally near
+    assert_near(values(found), values(plain), 1e-5)
+    assert_near(found.gram[:, :steps, :steps].tril(), plain.gram[:, :steps, :steps].tril(), 1e-5)
+    assert_near(found.z, plain.z, 1e-5)
+    codes, residual, at = plain.ledger.finish()
+    again = found.ledger.finish()
+    assert codes.tolist() == again[0].tolist()
+    assert at.tolist() == again[2].tolist()
+    assert_near(again[1], residual, 1e-5)
+    (z, inverse), (expected, dense) = found.settle(at, steps), plain.settle(at, steps)
+    assert_near(z, expected, 1e-5)
+    assert torch.equal(inverse.keep[:, :steps], dense.keep[:, :steps])
+    x = torch.randn_like(z)
+    for a, b in [(inverse, dense), (inverse.T, dense.T)]:
+        with choice.use("triton"):
+            one = a.matvec(x)
+        with choice.use("plain"):
+            assert_near(one, b.matvec(x), 1e-4)
+            assert_near(one, a.matvec(x), 1e-10)  # the same store read in the other way
+
+
+@pytest.mark.parametrize("sizes", [ANY_SIZES, ROUND_SIZES], ids=["any size", "multiples of 16"])
+def test_in_single_precision_too(sizes):
+    solver, steps = gdeq.Broyden(6, 0.0), 6
+    found, _ = drive(product.Sweep, torch.float32, solver, HALF, steps, sizes)
+    plain, _ = drive(InEightBits, torch.float32, solver, HALF, steps, sizes)
+    assert found.steps.dtype == torch.int8
+    assert torch.equal(found.keep[:, :steps] != 0, plain.keep[:, :steps])
+    # Of two numbers that are equally near, either.
+    assert (found.steps.int() - plain.steps.int()).abs().max() <= 1
+    assert_near(found.z, plain.z, 1e-3)
+    assert found.ledger.codes.tolist() == plain.ledger.codes.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.usefixtures("always")
+def test_going_back_gives_the_bits_of_the_iterate(form, dtype):
+    """By the additions of the solve: what is stored is what was added."""
+    kind = product.Sweep if form == "triton" else InEightBits
+    sweep, seen = drive(kind, dtype, gdeq.Broyden(6, 0.0), HALF, 6, ANY_SIZES)
+    for at in [[0, 1, 2, 2], [5, 4, 3, 1]]:
+        z, inverse = sweep.settle(torch.tensor(at, device=DEVICE), 6)
+        for sample, step in enumerate(at):
+            assert torch.equal(z[sample], seen[step][sample])
+            assert not inverse.keep[sample, step:].any()
+
+
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.usefixtures("always")
+def test_the_inverse_is_the_product_of_its_factors(form, differentiable):
+    """−Π (I + s_{j+1}s_jᵀ/‖s_j‖²), densely in float64, of the steps as they are stored."""
+    kind = product.Sweep if form == "triton" else InEightBits
+    steps = 8
+    sweep, _ = drive(kind, torch.float64, gdeq.Broyden(steps, 0.0), HALF, steps, ANY_SIZES)
+    _codes, _residual, at = sweep.ledger.finish()
+    _z, inverse = sweep.settle(at, steps)
+    stored = inverse.steps.double() * inverse.scales.spread().double()
+    batch, _, d = stored.shape
+    dense = -torch.eye(d, dtype=torch.float64, device=DEVICE).repeat(batch, 1, 1)
+    for j in range(steps):
+        s, after = stored[:, j], stored[:, j + 1]
+        factor = after.unsqueeze(2) * s.unsqueeze(1) / (s * s).sum(1).view(-1, 1, 1)
+        kept = inverse.keep[:, j].view(-1, 1, 1)
+        dense = dense + torch.where(kept, factor, 0.0) @ dense
+    assert inverse.keep[1:3].sum() > 6
+    x = torch.randn(batch, d, dtype=torch.float64, device=DEVICE, requires_grad=differentiable)
+    with choice.use(form):
+        forth, back = inverse.matvec(x), inverse.rmatvec(x)
+        minus = inverse.T.negative_matvec(x)
+        assert inverse.T.T.scales is inverse.scales
+        if differentiable:
+            v = torch.randn_like(forth)
+            assert_near(torch.autograd.grad(forth, x, v)[0], (v.unsqueeze(1) @ dense)[:, 0], 1e-6)
+    # The inner products of the steps were summed in float64, of scales in float32.
+    assert_near(forth, (dense @ x.unsqueeze(2))[:, :, 0], 1e-6)
+    assert_near(back, (dense.mT @ x.unsqueeze(2))[:, :, 0], 1e-6)
+    assert torch.equal(minus, -back)
+
+
+@pytest.mark.usefixtures("always")
+def test_a_step_that_is_not_used_may_hold_anything(form):
+    kind = product.Sweep if form == "triton" else InEightBits
+    steps, lost = 5, 3
+    results = {}
+    for value in [1.0, torch.inf]:
+        sweep, _ = drive(kind, torch.float64, gdeq.Broyden(steps, 0.0), HALF, steps, ANY_SIZES)
+        sweep.keep[:, lost - 1 : lost + 1] = 0
+        values(sweep)[:, lost, 1] = value
+        at = torch.full((4,), steps, device=DEVICE)
+        _z, inverse = sweep.settle(at, steps)
+        x = torch.ones(4, sum(ANY_SIZES), dtype=torch.float64, device=DEVICE)
+        with choice.use(form):
+            results[value] = inverse.matvec(x), inverse.rmatvec(x)
+    for a, b in zip(*results.values(), strict=True):
+        assert a.isfinite().all()
+        assert torch.equal(a, b)
+
+
+def test_a_lost_step_in_the_store_does_not_reach_the_next(monkeypatch):
+    """Its weight is 0, and 0 times infinity is not."""
+    steps, lost = 6, 3
+    found = {}
+    for value in [0.25, torch.inf]:
+        grown = product.Sweep.take
+
+        def take(self, t, fz, value=value, grown=grown):
+            grown(self, t, fz)
+            self.keep[:, lost - 1 : lost + 1] = 0
+            if t > lost:  # it has been judged
+                self.scales[:, lost, 1] = value
+
+        monkeypatch.setattr(product.Sweep, "take", take)
+        solver = gdeq.Broyden(steps, 0.0)
+        sweep, _ = drive(product.Sweep, torch.float32, solver, HALF, steps, ANY_SIZES)
+        monkeypatch.setattr(product.Sweep, "take", grown)
+        found[value] = sweep.weight[:, lost], sweep.z
+    assert not found[torch.inf][0].any()
+    assert torch.equal(found[0.25][1], found[torch.inf][1])
+    assert found[torch.inf][1].isfinite().all()
+
+
+# --- where it is used -----------------------------------------------------------------------------
+
+
+def test_only_where_steps_are_rounded_and_the_kernels_run(monkeypatch):
+    for dtype in [torch.float64, torch.float32]:
+        z = torch.zeros(2, 5, dtype=dtype)
+        assert store_dtype(z, torch.finfo(dtype).eps, eight_bits=True) == dtype
+    z = torch.zeros(2, 5)
+    assert store_dtype(z, HALF) == torch.bfloat16
+    assert store_dtype(z, HALF, eight_bits=True) == torch.int8
+    arguments = [5], z.dtype, gdeq.Broyden(3), HALF, 3, None
+    assert PlainSweep(z, *arguments).steps.dtype == torch.bfloat16
+    assert product.Sweep(z.to(DEVICE), *arguments).steps.dtype == torch.int8
+    monkeypatch.setattr(product, "tuning", replace(product.tuning, eight_bits=False))
+    assert product.Sweep(z.to(DEVICE), *arguments).steps.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("tol", [0.0, 1e-3])
+def test_a_solve_under_autocast(tol):
+    """The store grows, samples end at different steps, and the inverse is the plain form's."""
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(116, size) for size in (70, 46)).to(DEVICE)
+    x = torch.randn(3, 116, device=DEVICE) * torch.linspace(0.1, 2, 3, device=DEVICE).unsqueeze(1)
+
+    def f(z):
+        joined = torch.cat(z, dim=1)
+        return tuple(
+            torch.tanh(2.2 * layer(joined) + part)
+            for layer, part in zip(layers, x.split([70, 46], dim=1), strict=True)
+        )
+
+    z0 = tuple(torch.zeros_like(part) for part in x.split([70, 46], dim=1))
+    found = {}
+    for kind in ["off", "plain", "triton"]:
+        with choice.use(kind), torch.autocast(DEVICE.type, torch.bfloat16), torch.no_grad():
+            found[kind] = gdeq.solve(f, z0, gdeq.Broyden(11, tol))
+    inverse = found["triton"].inverse.vectors
+    assert isinstance(inverse, ProductInverse)
+    assert inverse.steps.dtype == torch.int8
+    assert [t.dtype for t in inverse.stored] == [torch.int8, torch.float32]
+    assert inverse.scales.sizes == (70, 46)
+    assert inverse.scales.values.shape == (3, inverse.rank + 1, 2 + 1)
+    if tol:
+        assert inverse.rank > 8
+    with choice.use("triton"):
+        kernels = found["triton"].inverse.rmatvec(x)
+    with choice.use("plain"):
+        assert_near(kernels, found["triton"].inverse.rmatvec(x), 1e-4)
+    exact = found["off"]
+    for kind in ["plain", "triton"]:
+        assert (found[kind].residual <= 2 * exact.residual + HALF).all()
+        assert found[kind].converged.tolist() == exact.converged.tolist()
