@@ -117,7 +117,7 @@ def test_the_kernels_round_as_the_plain_form_bit_for_bit():
 # --- a solve --------------------------------------------------------------------------------------
 
 
-def drive(kind, dtype, solver, precision, steps, sizes):
+def drive(kind, dtype, solver, precision, steps, sizes, repeated=False):
     """By hand: the first sample is solved soon, the last one lost at the fourth call.
 
     Returns the sweep and all its iterates."""
@@ -138,7 +138,12 @@ def drive(kind, dtype, solver, precision, steps, sizes):
         if t >= 3:
             fz[-1] = torch.nan
         fz = torch.cat([part.reshape(-1) for part in fz.split(sizes, dim=1)])
-        sweep.take(t, fz)
+        if repeated and t:
+            sweep.take_next(fz)
+        else:
+            sweep.take(t, fz)
+        if repeated and not t:
+            sweep.prepare_repetition()
         seen.append(sweep.z.clone())
     return sweep, seen
 
@@ -206,6 +211,16 @@ def test_going_back_gives_the_bits_of_the_iterate(form, dtype):
         for sample, step in enumerate(at):
             assert torch.equal(z[sample], seen[step][sample])
             assert not inverse.keep[sample, step:].any()
+
+
+def test_repeated_steps_are_the_counted_ones():
+    """In a recording the number of the iterate is on the device."""
+    arguments = product.Sweep, torch.float32, gdeq.Broyden(5, 1e-3), HALF, 5, ANY_SIZES
+    (a, _), (b, _) = drive(*arguments), drive(*arguments, repeated=True)
+    assert torch.equal(a.z, b.z)
+    assert torch.equal(a.steps[:, :6], b.steps[:, :6])
+    assert torch.equal(a.scales[:, :6], b.scales[:, :6])
+    assert b.unfinished.item() == 2
 
 
 @pytest.mark.parametrize("differentiable", [False, True])
