@@ -63,14 +63,7 @@ class Parallel(Serial):
     the allocator here (`reads`), which then does not give the memory away too early.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        branches: int,
-        grad: bool,
-        start: torch.cuda.Event | None = None,
-    ) -> None:
-        """start: when the other branches may begin, if not after all that was done so far."""
+    def __init__(self, device: torch.device, branches: int, grad: bool) -> None:
         self.grad = grad
         self.main = torch.cuda.current_stream(device)
         kept = _streams.setdefault((device, self.main.cuda_stream), [])
@@ -78,7 +71,7 @@ class Parallel(Serial):
             kept.append(torch.cuda.Stream(device))
         self.sides = kept[: branches - 1]
         self.marks: dict[Hashable, torch.cuda.Event] = {}
-        start = start or self.main.record_event()
+        start = self.main.record_event()
         for side in self.sides:
             side.wait_event(start)
 

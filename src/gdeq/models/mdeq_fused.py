@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from gdeq import kernels
-from gdeq.early import ready
 from gdeq.kernels.norms import Source, block_end, fuse, norm_act, per_sample
 from gdeq.models.branches import Parallel, Serial
 from gdeq.models.convolution import convolution
@@ -77,10 +76,7 @@ def evaluate(
     injection = injection.to(dtype, memory_format=torch.channels_last)
     results: list[Any] = [None] * len(z) if grad and out is None else _parts_of(z, out)
     # Ways up have branches of their own, beside the longer ones down.
-    # All but the first read nothing else that is new, and write to `results` only after they have
-    # met it.
-    start = ready(inputs[1:]) if not grad else None
-    branches = Parallel(z[0].device, 2 * len(z) - 1, grad, start) if parallel else Serial()
+    branches = Parallel(z[0].device, 2 * len(z) - 1, grad) if parallel else Serial()
 
     streams_out: list[Tensor] = []
     arrived: dict[tuple[int, int], Source] = {}
