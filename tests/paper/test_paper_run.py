@@ -116,7 +116,7 @@ def test_without_time_the_whole_plan_is_told_in_two_lines(gdeq, tmp_path):
     planned = len(plan.make_plan())
     head, following = said.splitlines()
     assert head == f"1 of {planned} runs finished, {planned - 1} missing"
-    assert following.startswith("next: implicit-seed0 (no time left), ")
+    assert following.startswith("next: npg-seed0 (no time left), ")
     assert following.endswith(f", and {planned - 1 - running.NEXT} more (--dry-run lists all)")
 
 
@@ -236,7 +236,7 @@ def test_a_run_that_diverges_is_noted_and_the_next_begun(gdeq, tmp_path):
     before = contents(out)
     code, said = gdeq(*args)
     assert code == 0, said
-    told = "failed before: jfb-seed0, npg-seed0; delete a folder to try that again\n"
+    told = "failed before: npg-seed0, jfb-seed0; delete a folder to try that again\n"
     assert said == f"0 of 2 runs finished, 2 failed\n{told}"
     assert contents(out) == before
 
