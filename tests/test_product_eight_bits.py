@@ -349,3 +349,71 @@ def test_a_solve_under_autocast(tol):
     for kind in ["plain", "triton"]:
         assert (found[kind].residual <= 2 * exact.residual + HALF).all()
         assert found[kind].converged.tolist() == exact.converged.tolist()
+
+
+# --- how good it is -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("store", "bound"), [("f32", 1e-4), ("bf16", 0.01), ("int8", 0.05)])
+def test_the_inverse_meets_its_newest_secant_equation(form, monkeypatch, store, bound):
+    """B⁻¹y = s for the last step, up to the rounding of that step."""
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[store]
+    for module in (product, gdeq.product):
+        monkeypatch.setattr(module, "store_dtype", lambda *_: dtype)
+    if store != "int8":
+        monkeypatch.setattr(gdeq.product, "PlainSweep", PlainSweep)
+    torch.manual_seed(0)
+    matrix = 0.6 * torch.randn(256, 256, device=DEVICE) / 16
+    x = torch.randn(3, 256, device=DEVICE)
+    seen = []
+
+    def f(z):
+        seen.append((z.clone(), torch.tanh(z @ matrix.T) + x))
+        return seen[-1][1]
+
+    with choice.use(form):
+        found = gdeq.solve(f, torch.zeros_like(x), gdeq.Broyden(8, 0.0))
+    (z_before, f_before), (z, f_z) = seen[-2:]
+    s, y = z - z_before, (f_z - z) - (f_before - z_before)
+    assert found.inverse.vectors.keep[:, 7].all()
+    missed = (found.inverse.matvec(y) - s).norm(dim=1) / s.norm(dim=1)
+    assert missed.max() < bound
+    if store == "int8":
+        assert missed.max() > 1e-3  # it is this store that was looked at
+
+
+def test_steps_in_eight_bits_do_not_spoil_the_gradient(form):
+    """An f with the rounding of bfloat16: as near to the exact gradient as without this store."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(192, 192).to(DEVICE)
+    x = torch.randn(4, 192, device=DEVICE)
+
+    def gradient(kernels):
+        layer.zero_grad()
+        with (
+            choice.use(kernels),
+            torch.autocast(DEVICE.type, torch.bfloat16, enabled=kernels != ""),
+        ):
+            solution = gdeq.fixed_point(
+                lambda z: torch.tanh(layer(z) + x), torch.zeros_like(x), gdeq.Broyden(9, 0.0)
+            )
+            (solution.z * torch.linspace(-1, 1, 192, device=DEVICE)).sum().backward()
+        if kernels == form:
+            assert solution.inverse.vectors.steps.dtype == torch.int8
+        return layer.weight.grad.flatten().clone()
+
+    with choice.use("off"):
+        solution = gdeq.fixed_point(
+            lambda z: torch.tanh(layer(z) + x),
+            torch.zeros_like(x),
+            gdeq.Broyden(60, 1e-6),
+            gdeq.Implicit(gdeq.Broyden(60, 1e-6)),
+        )
+        (solution.z * torch.linspace(-1, 1, 192, device=DEVICE)).sum().backward()
+        exact = layer.weight.grad.flatten().clone()
+    plain, found = gradient("off"), gradient(form)
+
+    def angle(a):
+        return 1 - torch.nn.functional.cosine_similarity(a, exact, dim=0)
+
+    assert angle(found) < 1.2 * angle(plain) + 1e-3

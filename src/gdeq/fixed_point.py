@@ -51,7 +51,8 @@ class _Link:
 class _Direct(torch.autograd.Function):
     """z* where w needs no product with J: a function of the tensors of f(z*) alone.
 
-    Of these only the graph is used, not the values, so no batched vector of them is made.
+    Of these only the graph is used, not the values, so no batched vector of them is made.  v is
+    taken as it is, not scaled first: in float32 products overflow where |v| is beyond 1e35.
     """
 
     @staticmethod

@@ -25,8 +25,9 @@ numbers gives the weights; a second pass combines.  A factor that was skipped (a
 change of g that is only rounding) has ``keep`` false and weight 0.
 
 Where f computes in bfloat16, steps are rounded before they are kept (`store_dtype`), on a GPU to 8
-bits where that is switched on (`gdeq.eight_bits`).  The step that is taken is the rounded one: z,
-the store and the inverse belong together.
+bits where that is switched on (`gdeq.eight_bits`).  The step that is taken is the rounded one, so z
+and the store belong together; the inverse meets its newest secant equation B⁻¹y = s up to what was
+rounded off, s' − s, over the factor by which s is longer than q.
 
 Limits: full steps, and a store of all of them.  A bounded memory drops the oldest *term* of a sum,
 for which there is no counterpart in a product, so there the plain form is used.

@@ -15,7 +15,7 @@ from gdeq.kernels import available, norms, weights
 from gdeq.models import MDEQ, MDEQCell, MDEQConfig, layers, mdeq_fused
 from gdeq.models import mdeq as model_file
 from gdeq.models.branches import Serial
-from gdeq.models.mdeq import mdeq
+from gdeq.models.mdeq import average, mdeq
 from gdeq.models.mdeq_cell import Down, Up
 from gdeq.models.mdeq_config import SIZES, named
 from gdeq.models.parts import tensors_in
@@ -455,3 +455,12 @@ def test_layers_run_one_by_one_where_kernels_do_not():
     x = torch.randn(2, 3, 5, 5)
     assert torch.equal(pair(x), nn.Sequential(*pair)(x))
     assert list(pair.state_dict()) == ["0.weight", "1.weight", "1.bias"]
+
+
+def test_the_head_averages_without_overflow(device):
+    """In half precision a sum over the image would leave the range."""
+    assert average(torch.full((1, 2, 32, 32), 70.0, dtype=torch.float16, device=device)).max() == 70
+    y = torch.randn(2, 3, 4, 5, dtype=torch.float64, device=device, requires_grad=True)
+    torch.testing.assert_close(average(y), y.mean(dim=(2, 3)))
+    assert torch.autograd.gradcheck(average, y)
+    assert torch.autograd.gradgradcheck(average, y)

@@ -383,3 +383,12 @@ def test_groups_that_muon_cannot_take():
         muon.Muon([{"params": [matrix, vector], "orthogonal": True}], 0.1)
     given = muon.Muon([{"params": iter([matrix, vector])}], 0.1)  # a generator is read once
     assert len(given.param_groups[0]["params"]) == 2
+
+
+def test_a_matrix_of_zeros_does_not_stay_one():
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(4, 6))
+    optimizer = muon.Muon([{"params": [weight], "orthogonal": True}], lr=0.1, scale="relative")
+    weight.grad = torch.randn(4, 6)
+    optimizer.step()
+    assert 0.05 < weight.detach().norm() < 0.2

@@ -127,10 +127,22 @@ class Head(nn.Module):
 
 
 def average(y: Tensor) -> Tensor:  # (batch, channels, height, width) -> (batch, channels)
-    """Over the image.  As a sum, whose gradient is the same number for all pixels and needs no
-    memory; without autocast, which would make float32 of it before."""
-    with torch.autocast(y.device.type, enabled=False):
-        return y.sum(dim=(2, 3)) / (y.shape[2] * y.shape[3])
+    """Over the image."""
+    return _Average.apply(y)
+
+
+class _Average(torch.autograd.Function):
+    """`mean`, whose gradient is one number for all pixels of a channel and here takes no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.shape = y.shape
+        return y.mean(dim=(2, 3))
+
+    @staticmethod
+    def backward(ctx: Any, e: Tensor) -> Tensor:
+        pixels = ctx.shape[2] * ctx.shape[3]
+        return (e / pixels)[:, :, None, None].expand(ctx.shape)
 
 
 class MDEQ(nn.Module):

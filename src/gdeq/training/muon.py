@@ -210,7 +210,9 @@ class _Orthogonal:
         sizes = rate * self.by_shape
         if relative:
             norms = torch._foreach_norm(self.params)
-            sizes = rate * torch.stack([norms[n] for n in self.order])
+            lengths = torch.stack([norms[n] for n in self.order])
+            # A matrix of zeros has no size to go by, and would stay one.
+            sizes = rate * torch.where(lengths > 0, lengths, self.by_shape)
         parts = sizes.split([len(place.stack.members) for place in self.places])
         branches = Parallel(flat.device, BRANCHES, grad=False) if self.on_gpu else Serial()
         load, kept = [0.0] * BRANCHES, []
