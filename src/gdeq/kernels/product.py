@@ -60,8 +60,8 @@ class Tuning:
     judge_in_dots: bool = True
     # ‖y‖ from inner products that are known, where steps are rounded: f at the last z is not read.
     change_from_dots: bool = True
-    # Where steps are rounded, to 8 bits (`gdeq.eight_bits`): faster.  Not the default before a whole
-    # training has been compared (docs/performance.md).
+    # Where steps are rounded, to 8 bits (`gdeq.eight_bits`): faster, but not the default before a
+    # whole training has been compared (docs/performance.md).
     eight_bits: bool = False
 
 
