@@ -1,3 +1,5 @@
+import hashlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,6 +9,7 @@ from gdeq.data import Augment, Batches, load
 
 MEAN, STD = (0.3, 0.6), (0.2, 0.5)
 AUGMENT = Augment(crop=2, cutout=3)
+MIXED = Augment(crop=2, cutout=3, cutmix=0.6, alternate=True)
 
 
 def data(count=23, device="cpu"):
@@ -111,9 +114,20 @@ def test_every_position_sees_every_sample():
     assert (counts / 1200 - 1 / 6).abs().max() < 0.05
 
 
+def test_the_augmented_batches_of_a_seed_are_fixed():
+    """A change here makes every recorded run unrepeatable."""
+    batches, seen = make(source=varied, augment=AUGMENT, seed=1), hashlib.sha256()
+    for epoch in range(2):
+        for _, (images, labels) in batches.epoch(epoch):
+            assert labels.dtype == torch.int64
+            seen.update(images.numpy().tobytes() + labels.numpy().tobytes())
+    assert seen.hexdigest()[:16] == "9e2724ac14c04e84"
+
+
+@pytest.mark.parametrize("augment", [AUGMENT, MIXED])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_resuming_inside_an_epoch_is_exact(device, drop_last):
-    options = {"source": varied, "device": device, "augment": AUGMENT, "drop_last": drop_last}
+def test_resuming_inside_an_epoch_is_exact(device, drop_last, augment):
+    options = {"source": varied, "device": device, "augment": augment, "drop_last": drop_last}
     whole = list(make(**options).epoch(4))
     for start in range(len(whole) + 1):
         assert same(whole[start:], list(make(**options).epoch(4, start=start)))
@@ -139,7 +153,7 @@ def test_augmented_images_are_moved_then_normalised_then_cut():
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("augment", [None, AUGMENT])
+@pytest.mark.parametrize("augment", [None, AUGMENT, MIXED])
 def test_ranks_share_the_batch_of_one_process(world_size, augment, device):
     options = {"batch_size": 12, "count": 50, "source": varied, "device": device}
     options |= {"augment": augment, "seed": 3}
@@ -154,6 +168,102 @@ def test_ranks_share_the_batch_of_one_process(world_size, augment, device):
         assert {len(part[1][1]) for part in parts} == {12 // world_size}
         assert torch.equal(torch.cat([part[1][0] for part in parts]), images)
         assert torch.equal(torch.cat([part[1][1] for part in parts]), labels)
+
+
+@given(
+    count=st.integers(2, 40),
+    batch_size=st.integers(2, 9),
+    cutmix=st.floats(0.01, 1),
+    shuffle=st.booleans(),
+)
+def test_shares_are_those_of_the_pixels(count, batch_size, cutmix, shuffle):
+    """Each image holds its own number: its pixels say how much of which image there is."""
+    augment = Augment(crop=0, flip=False, cutmix=cutmix)
+    options = {"count": count, "batch_size": batch_size, "shuffle": shuffle, "drop_last": False}
+    own = order(make(**options), 2)
+    for index, (images, labels) in make(**options, augment=augment).epoch(2):
+        numbers = ((images[:, 0] * STD[0] + MEAN[0]) * 255).round().long().flatten(1)
+        counted = torch.stack([image.bincount(minlength=count) for image in numbers])
+        torch.testing.assert_close(labels, counted / 36, rtol=0, atol=1e-7)
+        torch.testing.assert_close(labels.sum(1), torch.ones(len(labels)), rtol=0, atol=1e-7)
+        following = own[index][1:] + own[index][:1]
+        for shares, pair in zip(labels, zip(own[index], following, strict=True), strict=True):
+            assert set(shares.nonzero().flatten().tolist()) <= set(pair)
+
+
+def test_mixed_images_are_finished_ones():
+    """Crop, flip and cut-out are those without cutmix, of an image and of the one that follows."""
+    options = {"source": varied, "seed": 4}
+    plain = list(make(**options, augment=AUGMENT).epoch(1))
+    mixed = list(make(**options, augment=Augment(crop=2, cutout=3, cutmix=0.6)).epoch(1))
+    changed = 0
+    for (_, (images, _)), (_, (found, _)) in zip(plain, mixed, strict=True):
+        own, following = found == images, found == images.roll(-1, dims=0)
+        assert (own | following).all()
+        changed += int((~own).any(dim=(1, 2, 3)).sum())
+    assert 4 < changed < 20
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_mixed_batches_are_laid_out_alike(device, channels_last):
+    options = {"source": varied, "device": device, "channels_last": channels_last}
+    _, (images, labels) = next(make(**options, augment=Augment(crop=2, cutmix=0.6)).epoch())
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert images.is_contiguous(memory_format=layout)
+    assert images.dtype == labels.dtype == torch.float32
+    assert labels.shape == (5, 23)
+    assert images.device.type == labels.device.type == device.type
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("augment", [AUGMENT, MIXED])
+def test_batches_on_a_gpu_ask_the_host_nothing(augment):
+    batches = make(source=varied, device="cuda", augment=augment)
+    list(batches.epoch(0))  # looks for what is kept
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        list(batches.epoch(1))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def flipped(epoch, count=64, **options):
+    """Of each sample, whether it is flipped in this epoch; its left half is black."""
+    x, y = torch.zeros(count, 1, 4, 4, dtype=torch.uint8), torch.arange(count)
+    x[..., 2:] = 255
+    batches = Batches(x, y, mean=(0.5,), std=(0.5,), drop_last=False, **options)
+    found = torch.zeros(count, dtype=torch.bool)
+    for _, (images, labels) in batches.epoch(epoch):
+        found[labels] = images[:, 0, 0, 0] > 0
+    return found
+
+
+def test_alternate_flips_every_image_in_every_second_epoch():
+    augment = Augment(crop=0, alternate=True)
+    first = flipped(0, batch_size=10, augment=augment)
+    assert 16 < first.sum() < 48
+    for epoch in range(1, 5):
+        assert torch.equal(flipped(epoch, batch_size=10, augment=augment), first ^ bool(epoch % 2))
+    # Of the seed, the sample and the epoch alone.
+    assert torch.equal(flipped(2, batch_size=7, shuffle=False, augment=augment), first)
+    assert not torch.equal(flipped(0, batch_size=10, seed=1, augment=augment), first)
+    coins = [flipped(epoch, batch_size=10, augment=Augment(crop=0)) for epoch in (0, 1)]
+    assert not torch.equal(*coins)
+    assert not torch.equal(coins[0], ~coins[1])
+
+
+def test_alternate_changes_nothing_but_flips():
+    plain, other = (
+        list(make(source=varied, augment=Augment(crop=2, alternate=alternate)).epoch(3))
+        for alternate in (False, True)
+    )
+    turned = 0
+    for (_, (images, labels)), (_, (found, names)) in zip(plain, other, strict=True):
+        assert torch.equal(labels, names)
+        for image, one in zip(images, found, strict=True):
+            assert torch.equal(one, image) or torch.equal(one, image.flip(-1))
+            turned += not torch.equal(one, image)
+    assert 0 < turned < 20
 
 
 @given(
@@ -195,6 +305,7 @@ def test_the_data_is_not_changed():
         ({"rank": 2, "world_size": 1}, r"rank must be in 0\.\.0, got 2"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"batch_size": 24}, r"larger than the data set \(23 samples\).*drop_last=False"),
+        ({"batch_size": 1, "augment": MIXED}, "cutmix takes pixels .* batch_size is 1"),
         ({"augment": Augment(crop=6, fill="reflect")}, "crop=6 with fill='reflect' .*6×6"),
     ],
 )

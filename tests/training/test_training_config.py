@@ -290,6 +290,8 @@ def test_a_dry_run_of_a_comparison_without_its_data(gdeq, tmp_path):
 
 def test_all_settings_of_augmentation_reach_the_batches():
     settings = {"crop": 2, "flip": True, "cutout": 3, "fill": "reflect"}
+    settings |= {"cutmix": 0.5, "alternate": True}
+    assert settings.keys() == {field.name for field in dataclasses.fields(configs.AugmentConfig)}
     config = configs.load("digits", [f"augment.{name}={value}" for name, value in settings.items()])
     me = process.start("cpu")
     train, test = build_batches(config, datasets.load("digits", None, me.device), me)

@@ -88,6 +88,17 @@ def test_two_processes_with_all_phases(tmp_path, zygote, alone):
     assert (tmp_path / "log1").read_text() == ""
 
 
+def test_two_processes_mix_over_the_batch_of_both(tmp_path, zygote, few_images, gdeq):
+    """With SGD: Adam makes a rounding of a tiny gradient as large as any other step."""
+    settings = [*TINY, "optimizer=sgd", "augment.flip=true", "augment.alternate=true"]
+    settings += ["augment.cutmix=0.7", "label_smoothing=0.1"]
+    children = start_all(zygote, tmp_path, 2, "train", *settings, "--run", tmp_path / "run")
+    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+    code, said = gdeq("train", *settings, "--run", tmp_path / "alone")
+    assert code == 0, said
+    assert_same_curve(tmp_path / "run", tmp_path / "alone")
+
+
 def test_a_number_of_processes_that_divides_nothing(tmp_path, zygote, few_images, gdeq):
     """Three: 256, the evaluation's batch, has to give way; each of 21 images counts once."""
     settings = [*TINY, "epochs=1", "batch_size=6"]

@@ -259,6 +259,57 @@ def test_sums_by_hand(trainer, backward):
         expected.zero_()
 
 
+def test_accuracy_counts_the_class_with_the_largest_share(trainer):
+    made = trainer()
+    images, labels = batches(made)[0]
+    made.one_step(images, labels)
+    made.sums.clear()
+    shares = torch.tensor([[0.4, 0.6, 0.0], [0.7, 0.0, 0.3], [0.0, 0.0, 1.0], [0.1, 0.9, 0.0]])
+    named = torch.nn.functional.one_hot(torch.tensor([1, 2, 2, 0]), 3).float()
+    made.sums.add(named, shares, torch.zeros(()), made.model)
+    assert made.sums.read(CPU)["accuracy"] == 50
+
+
+def test_the_loss_of_mixed_images_is_the_mixture_of_two(trainer):
+    settings = ["label_smoothing=0.2", "batch_size=12", "pretrain_steps=1"]
+    ((_, labels),) = batches(trainer(*settings))
+    made = trainer(*settings, "augment.cutmix=1")
+    ((images, shares),) = batches(made)
+    other = labels.roll(-1)
+    two = labels != other
+    kept = shares.gather(1, labels[:, None])[:, 0]  # 1 where both are of one class
+    assert two.sum() > 6
+    assert (kept[two] < 1).sum() > 4
+    model = copy.deepcopy(made.model).train()
+    model.deq.solver, model.deq.gradient = None, Unrolled(made.config.pretrain_layers)
+    scores = model(images).detach().log_softmax(1).double()
+
+    def smoothed(named):  # (b,)
+        return -0.8 * scores.gather(1, named[:, None])[:, 0] - 0.2 * scores.mean(1)
+
+    expected = (kept * smoothed(labels) + (1 - kept) * smoothed(other)).mean().item()
+    made.one_step(images, shares)
+    assert made.sums.read(CPU)["loss"] == pytest.approx(expected, rel=1e-6)
+    assert abs(smoothed(labels).mean().item() - expected) > 1e-3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_steps_on_mixed_images_are_recorded(tmp_path):
+    gpu, losses = process.Process(torch.device("cuda", 0)), []
+    for graph in ("true", "false"):
+        settings = ["device=cuda", "epochs=1", "batch_size=128", "label_smoothing=0.1"]
+        settings += [f"graph={graph}", "augment.cutmix=0.8", "solver.tol=0"]
+        config = configs.load("digits", [*TINY, *settings])
+        made = loop.Trainer(config, RunFolder(tmp_path), gpu, progress.Silent(), None)
+        for batch in batches(made):
+            made.one_step(*batch)
+        losses.append(made.sums.read(gpu)["loss"])
+        recorded = list(made.recordings.kept.values())
+        assert all(one.graph is not None for one in recorded)
+        assert bool(recorded) == (graph == "true")
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
 def test_the_next_batch_is_made_before_a_step_is_waited_for(trainer, monkeypatch):
     made = trainer("epochs=1", "log_every=1")
     seen = []

@@ -1,4 +1,4 @@
-"""`Augment`: crop, flip and cut-out of a whole batch at once.
+"""`Augment`: crop, flip, cut-out and CutMix of a whole batch at once.
 
 The random part is a handful of integers per image, drawn on the CPU; the pixels stay where they
 are and are only looked up at other places.
@@ -11,9 +11,10 @@ import functools
 import torch
 from torch import Tensor
 
-from gdeq.options import check_choice, check_flag, check_integer, options
+from gdeq.options import check_choice, check_flag, check_integer, check_real, options
 
-COLUMNS = 5  # top, left, flip, and the centre of the cut-out
+# What is drawn: top, left, flip, the centre of the cut-out; for CutMix the edges of its rectangle.
+FLIP, EDGES = 2, 5
 
 
 @options
@@ -24,18 +25,33 @@ class Augment:
     fill: what the padding is: "zeros" (black) or "reflect".
     flip: left to right, every second image.
     cutout: side of a square of the mean colour at a random centre; 0 for none.
+    cutmix: probability that a rectangle of an image comes from the next one of the batch, and as
+        much of the label as of the pixels (Yun et al. 2019).  That is a random other image where
+        batches are shuffled.  The holes of the cut-out come along: each image is finished before
+        it is mixed, so that a share counts pixels of one image or the other.
+    alternate: flip each image in every second epoch, at random in the first one alone
+        (Jordan 2024); `Batches` knows the epochs.
     """
 
     crop: int = 4
     fill: str = "zeros"
     flip: bool = True
     cutout: int = 0
+    cutmix: float = 0.0
+    alternate: bool = False
 
     def __post_init__(self) -> None:
         check_integer(self, "crop", 0)
         check_choice(self, "fill", ("zeros", "reflect"))
         check_flag(self, "flip")
         check_integer(self, "cutout", 0)
+        check_real(self, "cutmix", 0.0, 1.0)
+        check_flag(self, "alternate")
+        if self.alternate and not self.flip:
+            raise ValueError(
+                "Augment.alternate says in which epochs images are flipped, and flip=False flips "
+                "none: pass flip=True, or leave alternate out"
+            )
 
     def check(self, height: int, width: int) -> None:
         if self.fill == "reflect" and self.crop >= min(height, width):
@@ -45,11 +61,27 @@ class Augment:
             )
 
     def draw(self, count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-        """What happens to each image. -> (count, 5) int64 on the CPU"""
-        # Always all of them: changing one option leaves the draws of the others alone.
+        """What happens to each image. -> (count, 5) int64 on the CPU; (count, 9) with cutmix"""
+        # Always all of them, and CutMix last: changing one option leaves the draws of the others
+        # alone.
         tops = (2 * self.crop + 1, 2 * self.crop + 1, 2, height, width)
         columns = [torch.randint(0, top, (count,), generator=generator) for top in tops]
+        if self.cutmix:
+            columns += self._edges(count, height, width, generator)
         return torch.stack(columns, dim=1)
+
+    def _edges(
+        self, count: int, height: int, width: int, generator: torch.Generator
+    ) -> list[Tensor]:
+        """First row and the one after the last, the same of columns; equal: nothing is replaced."""
+        mixed, area = torch.rand(2, count, generator=generator, dtype=torch.float64)
+        side = area.sqrt() * (mixed < self.cutmix)
+        edges = []
+        for size in (height, width):
+            length = (size * side).round().long()
+            first = torch.randint(0, size, (count,), generator=generator) - length // 2
+            edges += [first.clamp(min=0), (first + length).clamp(max=size)]
+        return edges
 
     def move(self, x: Tensor, drawn: Tensor) -> Tensor:
         """Crop and flip. x: (b, c, h, w), drawn: (b, 5) -> (b, c, h, w)"""
@@ -94,8 +126,23 @@ class Augment:
         hole = _within(rows, self.cutout)[:, :, None] & _within(columns, self.cutout)[:, None, :]
         return x.masked_fill(hole[:, None], 0.0)
 
+    def mix(self, x: Tensor, y: Tensor, classes: int, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """CutMix of each image with the next one: images, and the shares of their classes.
 
-def _within(index: Tensor, size: int) -> Tensor:
+        x: (b + 1, c, h, w), y: (b + 1,), drawn: (b + 1, 9) -> (b, c, h, w), (b, classes) float32
+        """
+        height, width = x.shape[-2:]
+        top, bottom, left, right = drawn[:-1, EDGES:, None].unbind(1)  # (b, 1)
+        rows = torch.arange(height, device=x.device) - top  # (b, h)
+        columns = torch.arange(width, device=x.device) - left  # (b, w)
+        replaced = _within(rows, bottom - top)[:, :, None] & _within(columns, right - left)[:, None]
+        share = ((bottom - top) * (right - left)).float() / (height * width)
+        one_hot = (y[:, None] == torch.arange(classes, device=y.device)).float()
+        images = torch.where(replaced[:, None], x[1:], x[:-1])
+        return images, torch.lerp(one_hot[:-1], one_hot[1:], share)
+
+
+def _within(index: Tensor, size: int | Tensor) -> Tensor:
     return (index >= 0) & (index < size)
 
 

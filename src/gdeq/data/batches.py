@@ -1,8 +1,9 @@
 """`Batches`: normalised mini-batches, made where the data is.
 
 Nothing random is carried from one batch to the next.  The order of an epoch is a function of
-(seed, epoch), the augmentation of a batch one of (seed, epoch, index); so an epoch can be taken up
-at any batch, and every process of a group can work out its own part of the same global batch.
+(seed, epoch), the augmentation of a batch one of (seed, epoch, index), alternating flips one of
+(seed, sample, epoch); so an epoch can be taken up at any batch, and every process of a group can
+work out its own part of the same global batch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gdeq.data.augment import Augment
+from gdeq.data.augment import FLIP, Augment
 from gdeq.options import count
 
 Batch = tuple[int, tuple[Tensor, Tensor]]
@@ -46,8 +47,14 @@ class Batches:
         channels_last: bool = False,
     ) -> None:
         _check(x, y, mean, std, augment)
+        mixing = augment is not None and augment.cutmix > 0
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if mixing and batch_size == 1:
+            raise ValueError(
+                "cutmix takes pixels from another image of the batch, and batch_size is 1: raise "
+                "it, or leave cutmix out"
+            )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be in 0..{world_size - 1}, got {rank}")
         if batch_size % world_size:
@@ -69,6 +76,11 @@ class Batches:
         self.augment = augment
         self.drop_last = drop_last
         self.rank, self.world_size = rank, world_size
+        self.classes = int(y.max()) + 1 if mixing else None  # None: labels stay numbers
+        self.first_flips: Tensor | None = None  # of each sample, in epoch 0: (n,)
+        if augment is not None and augment.alternate:
+            coins = torch.randint(0, 2, (len(x),), generator=generator(seed))
+            self.first_flips = coins.to(x.device)
         self.layout = torch.channels_last if channels_last else torch.contiguous_format
         # (x/255 − mean) / std in one multiplication and one addition per pixel.
         deviation = torch.tensor(std, dtype=torch.float64)
@@ -84,7 +96,8 @@ class Batches:
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """index, (images, labels) for each batch of an epoch from the `start`-th on.
 
-        images: (b, c, h, w) float32, normalised; labels: (b,) int64.
+        images: (b, c, h, w) float32, normalised; labels: (b,) int64, or with cutmix the shares of
+        the classes (b, classes) float32.
         """
         if not 0 <= start <= len(self):
             raise ValueError(f"start must be in 0..{len(self)} (batches per epoch), got {start}")
@@ -94,6 +107,9 @@ class Batches:
         order = None
         if self.shuffle:
             order = torch.randperm(len(self.x), generator=generator(self.seed, epoch))
+        elif self.classes is not None:
+            order = torch.arange(len(self.x))
+        if order is not None:
             order = _sent(order, self.x.device)
         for index in range(start, len(self)):
             first = index * self.batch_size
@@ -101,18 +117,34 @@ class Batches:
             # Equal parts of a whole batch; parts that differ by one at most of the last one.
             low, high = (count * r // self.world_size for r in (self.rank, self.rank + 1))
             if low < high:
-                mine = slice(first + low, first + high)
-                chosen = mine if order is None else order[mine]
-                drawn = self._drawn(epoch, index, count, slice(low, high))
-                yield index, (self._images(chosen, drawn), self.y[chosen])
+                chosen: slice | Tensor = slice(first + low, first + high)
+                if order is not None:
+                    chosen = self._part(order[first : first + count], low, high)
+                yield index, self._batch(chosen, self._drawn(epoch, index, count, low, high), epoch)
 
-    def _drawn(self, epoch: int, index: int, count: int, mine: slice) -> Tensor | None:
+    def _part(self, batch: Tensor, low: int, high: int) -> Tensor:
+        """Of something for each image of the batch; with cutmix also of the one that follows."""
+        if self.classes is None:
+            return batch[low:high]
+        return torch.cat([batch, batch[:1]])[low : high + 1]  # the first one follows the last
+
+    def _drawn(self, epoch: int, index: int, count: int, low: int, high: int) -> Tensor | None:
         if self.augment is None:
             return None
         height, width = self.x.shape[-2:]
         source = generator(self.seed, epoch, index)
         drawn = self.augment.draw(count, height, width, source)
-        return _sent(drawn[mine], self.x.device)
+        return _sent(self._part(drawn, low, high), self.x.device)
+
+    def _batch(
+        self, chosen: slice | Tensor, drawn: Tensor | None, epoch: int
+    ) -> tuple[Tensor, Tensor]:
+        if self.first_flips is not None and drawn is not None:
+            drawn[:, FLIP] = self.first_flips[chosen] ^ (epoch % 2)
+        images, labels = self._images(chosen, drawn), self.y[chosen]
+        if self.augment is None or drawn is None or self.classes is None:
+            return images, labels
+        return self.augment.mix(images, labels, self.classes, drawn)
 
     def _images(self, chosen: slice | Tensor, drawn: Tensor | None) -> Tensor:
         # index_select: the same as x[chosen], several times as fast on the CPU.

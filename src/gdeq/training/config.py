@@ -133,12 +133,21 @@ class AugmentConfig:
     flip: bool = False  # left and right exchanged, half of the time
     cutout: int = 0  # side of the square cut out, in pixels
     fill: str = "zeros"  # what the padding of a crop is: zeros (black), reflect
+    cutmix: float = 0.0  # share of images with a rectangle, and that much of the label, of another
+    alternate: bool = False  # with flip: each image in every second epoch, not half of the time
 
     def __post_init__(self) -> None:
         check_integer(self, "crop", 0)
         check_choice(self, "fill", ("zeros", "reflect"))
         check_flag(self, "flip")
         check_integer(self, "cutout", 0)
+        check_real(self, "cutmix", 0.0, 1.0)
+        check_flag(self, "alternate")
+        if self.alternate and not self.flip:
+            raise ValueError(
+                "AugmentConfig.alternate says in which epochs images are flipped, and "
+                "augment.flip=false flips none: set augment.flip=true, or leave alternate out"
+            )
 
 
 @options

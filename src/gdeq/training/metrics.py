@@ -28,14 +28,16 @@ class Sums:
         self.looked = self.values.clone()  # and when the method was last adapted
 
     def add(self, logits: Tensor, labels: Tensor, loss: Tensor, model: MDEQ) -> None:
+        """logits: (b, classes), labels: (b,), or shares of the classes: the largest one counts."""
         solution = model.deq.solution
         assert solution is not None
         backward, wide = solution.record.residual, torch.float64
+        named = labels.argmax(1) if labels.is_floating_point() else labels
         samples = torch.full_like(loss, len(labels), dtype=wide)
         found = [
             samples,
             loss * samples,
-            (logits.argmax(1) == labels).sum(dtype=wide),
+            (logits.argmax(1) == named).sum(dtype=wide),
             solution.residual.sum(dtype=wide),
             solution.steps.sum(dtype=wide),
         ]
