@@ -33,6 +33,7 @@ SHAPES = [
     (2, 5, 1, 3, 1),  # one group, one column
     (2, 12, 4, 1, 1),  # one pixel
 ]
+LAST = torch.channels_last
 WHOLE, CHUNKS = 1 << 15, 1 << 7  # elements in a tile
 
 
@@ -104,6 +105,56 @@ def test_half_precision_is_rounded_once(dtype, tile, device):
     close(norm_act(x, 3, weight, bias, dtype=torch.float32), exact)
 
 
+SPLIT = [(2, 40, 2, 4, 4), (1, 10, 1, 1, 2), (2, 80, 4, 2, 8)]  # groups of 20, 10, 20 channels
+
+
+@pytest.mark.parametrize("shape", SPLIT)
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("each", [False, True], ids=["one norm", "one a sample"])
+def test_groups_of_five_in_two_tiles(shape, relu, each, device, monkeypatch):
+    batch, channels, groups, height, width = shape
+    monkeypatch.setattr(norms.single, "launch", None)  # it would be called for other groups
+    wide = channels_last(batch, channels + 12, height, width, device=device, offset=30.0)
+    wide = wide.to(torch.bfloat16)
+    weight, bias = affine(channels, device)
+    scales = weight.expand(batch, -1) * (1 + torch.arange(batch, device=device))[:, None]
+    for x in (wide[:, 4 : 4 + channels], wide[:, :channels].contiguous(memory_format=LAST)):
+        used = (scales, bias.expand(batch, -1)) if each else (weight, bias)
+        found = norm_act(x, groups, *used, relu=relu)
+        for i in range(batch):
+            exact = exact_norm(x[i : i + 1], groups, scales[i] if each else weight, bias, relu)
+            # Triton's interpreter cuts off where a GPU rounds.
+            close(found[i : i + 1], exact, tolerance=2.0 ** (-8 if x.is_cuda else -7))
+
+
+def test_what_two_tiles_do_not_take(device):
+    def takes(x, out=None, groups=2, weight=1):
+        return norms.split.takes(x, x if out is None else out, groups, weight)
+
+    x = channels_last(2, 40, 4, 4, device=device).to(torch.bfloat16)
+    assert takes(x)
+    assert takes(x[:, 10:30])
+    assert not takes(x[:, 11:31])  # pairs would begin in the middle of others
+    assert not takes(x[:, :, :3])
+    assert not takes(x[:, :, ::2])
+    assert not takes(x, weight=None)
+    assert not takes(x, groups=8)  # groups of 5: half a pair
+    assert not takes(x.float())
+    assert not takes(x, x.float())
+    assert not takes(x[:, :24])
+
+
+def test_two_tiles_keep_what_the_gradient_needs(device, monkeypatch):
+    x = channels_last(2, 40, 4, 4, device=device, offset=3.0).to(torch.bfloat16).requires_grad_()
+    inputs = [x, *(v.requires_grad_() for v in affine(40, device))]
+    along = channels_last(2, 40, 4, 4, device=device).to(torch.bfloat16)
+    found = torch.autograd.grad(norm_act(x, 2, *inputs[1:], relu=True), inputs, along)
+    exact = [v.detach().double().requires_grad_() for v in inputs]
+    y = exact_norm(exact[0], 2, *exact[1:], relu=True)
+    for ours, wanted in zip(found, torch.autograd.grad(y, exact, along.double()), strict=True):
+        close(ours, wanted, tolerance=2.0**-7 if ours.dim() == 4 else 1e-5)
+
+
 def test_nan_is_not_hidden(device):
     x = channels_last(2, 6, 4, 3, device=device)
     x[1, 0, 2, 2] = torch.nan
@@ -115,6 +166,11 @@ def test_nan_is_not_hidden(device):
     ):
         assert bool(found[1, :2].isnan().all())  # the first group
         assert not bool(found[0].isnan().any())
+    x = channels_last(2, 20, 2, 2, device=device).to(torch.bfloat16)
+    x[1, 0, 1, 1] = torch.nan
+    found = norm_act(x, 2, *affine(20, device), relu=True)
+    assert bool(found[1, :10].isnan().all())
+    assert int(found.isnan().sum()) == 40
 
 
 def test_slices_are_read_and_written_in_place(tile, device):

@@ -134,6 +134,19 @@ def test_large(device):
     close(gradients(fused, z, injection, directions), gradients(plain, z, injection, directions))
 
 
+@pytest.mark.parametrize("width", [6, 5], ids=["pairs", "no pairs"])
+def test_reducing_two_places_at_once_is_the_same(width, device):
+    inner = torch.randn(2, 15, 4, width, device=device, dtype=torch.float64)
+    inner = inner.to(memory_format=torch.channels_last)
+    weight = torch.randn(3, 15, 3, 3, device=device, dtype=torch.float64)
+    norm = mdeq_weights.Norm(1, None, None, 1e-5)
+    block = mdeq_weights.BlockWeights(weight, norm, weight, norm, norm)
+    alone = mdeq_fused._reduced(inner, block)
+    found = mdeq_fused._reduced(inner, replace(block, paired=mdeq_weights.pair(weight)))
+    torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_dropout_outside_a_solve_draws_the_same(device):
     plain, fused, z, injection = problem(replace(LITTLE, dropout=0.3), (4, 4), device)
     results = []

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gdeq.kernels.jit import jit, tl
+from gdeq.kernels.norms import split
 from gdeq.kernels.norms.affine import Vector, affine_arguments
 from gdeq.kernels.norms.operation import Maps, Operation, Vectors
 from gdeq.kernels.norms.pieces import (
@@ -96,6 +97,9 @@ class NormAct(Operation):
     def launch(self, maps: Maps, vectors: Vectors, out: Tensor, stats: Tensor | None) -> None:
         (x,) = maps
         affine, affine_sample = affine_arguments(vectors)
+        if split.takes(x, out, self.groups, affine[0]):
+            split.launch(x, self.groups, affine, affine_sample, out, stats, self.eps, self.relu)
+            return
         launch(
             _norm_kernel,
             "norm",

@@ -17,10 +17,10 @@ Memory = tuple[Tensor, int, int]
 
 def channels_last(x: Tensor) -> Memory:
     """x, or a copy in channels-last order, with its strides of samples and pixels."""
-    strides = _strides(x)
+    strides = pixel_strides(x)
     if strides is None:
         x = empty_channels_last(x.shape, x.dtype, x.device).copy_(x)
-        strides = _strides(x)
+        strides = pixel_strides(x)
         assert strides is not None
     return x, *strides
 
@@ -30,7 +30,7 @@ def channels_last_or(instead: Tensor, x: Tensor | None) -> Memory:
     return (instead, 0, 0) if x is None else channels_last(x)
 
 
-def _strides(x: Tensor) -> tuple[int, int] | None:
+def pixel_strides(x: Tensor) -> tuple[int, int] | None:
     """Strides of samples and pixels, if channels are adjacent and pixels evenly spaced."""
     _, channels, height, width = x.shape
     sample, channel, row, column = x.stride()
@@ -66,7 +66,7 @@ def _extent(x: Tensor) -> int:
 def destination(like: Tensor, out: Tensor | None, dtype: torch.dtype) -> Tensor:
     if out is None:
         return empty_channels_last(like.shape, dtype, like.device)
-    if out.shape != like.shape or _strides(out) is None:
+    if out.shape != like.shape or pixel_strides(out) is None:
         raise ValueError(
             f"out must be channels-last of shape {tuple(like.shape)}, got shape "
             f"{tuple(out.shape)} with strides {out.stride()}"
