@@ -149,6 +149,32 @@ def test_measured_residual_of_a_refined_gradient_is_the_dense_one(refine, device
     assert_near(solution.backward.residual, dense, 1e-12)
 
 
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_vjp_that_is_not_finite_ends_the_refinement_of_its_sample(at):
+    problem = Wide(radius=0.9)
+    v, calls = problem.cotangent(), []
+    solution = gdeq.solve(problem, problem.z0, Broyden(8, 0.0))
+    systems = transposed_system(problem.dense_jacobian(solution.z))
+
+    def sick(u):
+        product = u - times(systems, u)
+        if len(calls) == at:
+            product[1] = torch.inf
+        calls.append(u)
+        return product
+
+    w = GDEQ(refine=3).cotangent(v, sick, solution).w
+    reused = -solution.inverse.as_matrix().mT
+    assert len(calls) == 3
+    # The best w that was seen whole; the others go on.
+    seen = [reused[1] @ v[1]]
+    if at == 2:
+        seen.append(refined_cotangent(systems[1], reused[1], v[1], 1))
+    best = min(seen, key=lambda w: (v[1] - systems[1] @ w).norm().item())
+    assert_near(w[1], best, 1e-9)
+    assert_near(w[0], refined_cotangent(systems[0], reused[0], v[0], 3), 1e-9)
+
+
 def test_refinement_lowers_the_median_residual_to_that_of_implicit():
     solver = Broyden(12, 1e-4)
 

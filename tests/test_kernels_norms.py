@@ -135,6 +135,9 @@ def test_what_two_tiles_do_not_take(device):
     assert takes(x)
     assert takes(x[:, 10:30])
     assert not takes(x[:, 11:31])  # pairs would begin in the middle of others
+    odd = torch.zeros(2, 4, 4, 41, device=device, dtype=torch.bfloat16).permute(0, 3, 1, 2)
+    assert not takes(odd[:, :40, :, :1])  # strides of 41, also where there is one column
+    assert not takes(odd[:, :40, :1])
     assert not takes(x[:, :, :3])
     assert not takes(x[:, :, ::2])
     assert not takes(x, weight=None)

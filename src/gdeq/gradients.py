@@ -184,7 +184,8 @@ class GDEQ(Gradient):
         )
         # The last VJP pays for one more step, −B⁻¹g, which Broyden's state holds ready; the pass
         # through f measures where it led.
-        stopped = found.codes == Status.NONFINITE  # there it would lead where f was not finite
+        # There it would lead where f was not finite.
+        stopped = (found.codes == Status.NONFINITE) | (found.codes == Status.NONFINITE_START)
         return Cotangent(select(~stopped, found.z - found.state.bg, found.z), found.evals)
 
     def _refine_where_needed(

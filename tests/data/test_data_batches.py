@@ -191,6 +191,14 @@ def test_shares_are_those_of_the_pixels(count, batch_size, cutmix, shuffle):
             assert set(shares.nonzero().flatten().tolist()) <= set(pair)
 
 
+def test_classes_that_no_image_has():
+    _, (_, labels) = next(iter(make(classes=30, augment=MIXED).epoch()))
+    assert labels.shape == (5, 30)
+    assert not labels[:, 23:].any()
+    with pytest.raises(ValueError, match="labels up to 22, so classes=22 is too few"):
+        make(classes=22, augment=MIXED)
+
+
 def test_mixed_images_are_finished_ones():
     """Crop, flip and cut-out are those without cutmix, of an image and of the one that follows."""
     options = {"source": varied, "seed": 4}

@@ -18,7 +18,6 @@ from gdeq.models import MDEQCell, MDEQConfig, mdeq_fused, mdeq_weights
 from gdeq.models.mdeq_config import named
 from gdeq.models.mdeq_fused import applies, as_buffer, fused_forward
 from gdeq.models.mdeq_weights import Prepared, prepare
-from gdeq.models.parts import map_parts
 from gdeq.regularize import jacobian_penalty
 
 FEW = MDEQConfig(
@@ -198,6 +197,26 @@ def test_a_solve_finds_the_same(device):
     close(results[1], results[0], tolerance=1e-3)
 
 
+def test_a_solve_with_pairs_of_places_finds_the_same(device, monkeypatch):
+    """Pairs are for the solve alone: what is differentiated has the weights as they are."""
+    _, fused, z, injection = problem(replace(FEW, dropout=0.0), (8, 8), device)
+    convolutions = []
+
+    def counted(*args, **options):
+        convolutions.append(args)
+        return torch.conv2d(*args, **options)
+
+    monkeypatch.setattr(mdeq_fused, "conv2d", counted)
+    monkeypatch.setattr(mdeq_weights, "pays", lambda weight: len(weight) <= 4)
+    with hold(fused):
+        with torch.no_grad():
+            found = fused(z, injection)
+        assert len(convolutions) == 4  # two scales of 4 channels, two blocks each
+        alone = fused(z, injection)
+    assert len(convolutions) == 4
+    close(found, alone, tolerance=1e-5)
+
+
 # ---- half precision
 
 
@@ -289,17 +308,6 @@ def test_copies_start_with_nothing_kept(device):
         fused(z, injection)
         twin = copy.deepcopy(fused)
     assert twin.prepared._value is None
-
-
-def test_weights_can_be_taken_over(device):
-    _, fused, z, injection = problem(LITTLE, (4, 4), device)
-    with torch.no_grad():
-        kept = map_parts(prepare(fused, torch.float32), torch.Tensor, torch.clone)
-        for parameter in fused.parameters():
-            parameter.mul_(1.5)
-        kept.copy_(prepare(fused, torch.float32))
-        masks = mdeq_fused.draw_masks(fused, z)
-        close(mdeq_fused.evaluate(kept, z, injection, masks), fused(z, injection), tolerance=1e-6)
 
 
 # ---- where the result lies

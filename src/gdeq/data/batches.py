@@ -28,6 +28,7 @@ class Batches:
     drop_last: leave out the last batch if it is smaller.  Turn it off (and `shuffle` too) to
         evaluate: every sample then comes exactly once over all ranks, and a rank whose part of
         the last batch is empty does not get it.
+    classes: how many there are, for cutmix; if not given, as many as `y` shows.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
         channels_last: bool = False,
+        classes: int | None = None,
     ) -> None:
         _check(x, y, mean, std, augment)
         mixing = augment is not None and augment.cutmix > 0
@@ -76,7 +78,10 @@ class Batches:
         self.augment = augment
         self.drop_last = drop_last
         self.rank, self.world_size = rank, world_size
-        self.classes = int(y.max()) + 1 if mixing else None  # None: labels stay numbers
+        known = int(y.max()) + 1
+        if classes is not None and classes < known:
+            raise ValueError(f"there are labels up to {known - 1}, so classes={classes} is too few")
+        self.classes = (classes or known) if mixing else None  # None: labels stay numbers
         self.first_flips: Tensor | None = None  # of each sample, in epoch 0: (n,)
         if augment is not None and augment.alternate:
             coins = torch.randint(0, 2, (len(x),), generator=generator(seed))

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 
 from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
 from gdeq.models.branches import Parallel, Serial
-from gdeq.models.parts import map_parts, tensors_in
+from gdeq.models.parts import map_parts
 from gdeq.regularize import Held, _WeightNorm
 
 if TYPE_CHECKING:
@@ -80,25 +80,21 @@ class Weights:
         """Without autograd, and where it is faster for pairs of places."""
 
         def change(block: BlockWeights) -> BlockWeights:
-            weight = block.reduce
-            faster = weight.is_cuda and weight.dtype in HALF and len(weight) <= PAIRED
-            return replace(block, paired=pair(weight)) if faster else block
+            return replace(block, paired=pair(block.reduce)) if pays(block.reduce) else block
 
         found = self.detach()
         return replace(
             found, blocks=tuple(tuple(change(block) for block in scale) for scale in found.blocks)
         )
 
-    def tensors(self) -> list[Tensor]:
-        return tensors_in(self)
-
-    def copy_(self, other: Weights) -> None:
-        """Take over the values: a captured graph reads them where they were at its capture."""
-        torch._foreach_copy_(self.tensors(), other.tensors())
-
 
 PAIRED = 64  # outputs up to which a convolution is made one of twice as many
 HALF = (torch.bfloat16, torch.float16)
+
+
+def pays(weight: Tensor) -> bool:
+    """Whether `pair` makes it faster."""
+    return weight.is_cuda and weight.dtype in HALF and len(weight) <= PAIRED
 
 
 def pair(weight: Tensor) -> Tensor:  # (k, c, 3, 3) -> (2 k, c, 3, 4)

@@ -60,6 +60,7 @@ def build_batches(config: Config, dataset: Dataset, process: Process) -> tuple[B
             config.batch_size,
             seed=config.seed,
             augment=augment,
+            classes=len(dataset.classes),
             **shared,
         )
         test = Batches(

@@ -73,11 +73,12 @@ def similarity(
 ) -> Iterator[dict[str, Any]]:
     """One record for each method (of `METHODS`, or of those given) and mini-batch.
 
-    Compared is the gradient that each method gives in training, with the run's solver, with the
-    exact one at the equilibrium, solved as tightly as float32 allows.  Of the parameters, those at
-    and before the equilibrium count (cell and stem); the head's are no matter of the method.
-    Dropout is off, so that all see one function.  The spectral radius of ∂f/∂z at the equilibrium
-    is that of the middle and of the worst sample, the same in all records of a mini-batch.
+    Compared is the gradient that each method gives with the run's solver, of the plain
+    cross-entropy of these images, with the exact one at the equilibrium, solved as tightly as
+    float32 allows.  Of the parameters, those at and before the equilibrium count (cell and stem);
+    the head's are no matter of the method.  Dropout is off and batch norm as in the test, so that
+    all see one function.  The spectral radius of ∂f/∂z at the equilibrium is that of the middle and
+    of the worst sample, the same in all records of a mini-batch.
     """
     model.eval()
     for index, (images, labels) in batches.epoch(epoch):

@@ -30,12 +30,10 @@ def takes(x: Tensor, out: Tensor, groups: int, weight: Tensor | None) -> bool:
     fits = rest == 0 and q >= 2 and _power_of_two(q) and _power_of_two(height * width)
     if not (enabled and fits and numbers <= MOST and weight is not None):
         return False
-    strides = pixel_strides(x)
-    return (
-        x.dtype == out.dtype == torch.bfloat16
-        and strides is not None
-        and not any(number % 2 for number in (*strides, x.storage_offset()))
-    )
+    sample, _, row, pixel = x.stride()
+    in_pairs = not any(number % 2 for number in (sample, row, pixel, x.storage_offset()))
+    half = x.dtype == out.dtype == torch.bfloat16
+    return half and in_pairs and pixel_strides(x) is not None
 
 
 def _power_of_two(n: int) -> bool:
