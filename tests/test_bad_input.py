@@ -569,6 +569,14 @@ def test_unknown_shape_of_the_state(inputs):
     assert error.match(r"initial_state\(x\)")
 
 
+def test_an_x_that_is_no_tensor_or_has_a_name():
+    deq = gdeq.DEQ(lambda z, x: z)
+    with pytest.raises(ValueError, match="x must be a tensor, got ndarray"):
+        deq(torch.zeros(2, 3).numpy())
+    with pytest.raises(ValueError, match=r"pass x by position, deq\(x\)"):
+        deq(x=torch.zeros(2, 3))
+
+
 def test_initial_state_of_the_wrong_kind(device):
     class Cell(nn.Module):
         def initial_state(self, x):

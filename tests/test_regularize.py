@@ -729,3 +729,14 @@ def test_weight_norm_of_another_name(device):
 def test_weight_norm_of_what_is_not_there_is_a_clear_error(name):
     with pytest.raises(ValueError, match=f"Linear has no tensor '{name}'"):
         gdeq.weight_norm(nn.Linear(2, 2), name=name)
+
+
+def test_weight_norm_of_a_cell_names_its_layers():
+    cell = nn.Module()
+    cell.inner = nn.Linear(2, 2)
+    cell.blocks = nn.Sequential(nn.Tanh(), nn.Conv1d(2, 2, 1))
+    with pytest.raises(ValueError, match="Module has no tensor 'weight'") as error:
+        gdeq.weight_norm(cell)
+    assert str(error.value).endswith("pass a layer that has one: module.inner, module.blocks[1]")
+    with pytest.raises(ValueError, match=r"to normalise$"):
+        gdeq.weight_norm(nn.Tanh())

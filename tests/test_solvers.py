@@ -585,6 +585,26 @@ def test_status_diverged():
             assert str(solution.status[0]).startswith("diverged")
 
 
+def test_diverged_after_a_good_iterate_says_which_residual_is_which():
+    """f is good near 1 until its last call, which throws z far away."""
+    calls = []
+
+    def f(z):
+        calls.append(z)
+        return 0.5 * z + 1 if len(calls) < 6 else 1e3 * z
+
+    solution = gdeq.solve(f, torch.zeros(1, 2), gdeq.Picard(max_iter=5))
+    assert ended(solution) is Status.DIVERGED
+    best, last = solution.residual.item(), solution.trace[-1, 0].item()
+    assert best < 0.1 < last
+    assert "f(z) - z is larger after the last step than at the start" in str(solution.status[0])
+    shown = f"[step 5, residual {last:.1e}; the best z is returned, with residual {best:.1e}]"
+    assert shown in str(solution)
+    calls.clear()  # without a tolerance the last z is returned: there is one residual to show
+    solution = gdeq.solve(f, torch.zeros(1, 2), gdeq.Picard(max_iter=5, tol=0))
+    assert f"[step 5, residual {last:.1e}]" in str(solution)
+
+
 def test_slow_progress_is_not_taken_for_no_fixed_point():
     """0.999 is a contraction: with so few steps it has moved little, but it has not stalled."""
     f = lambda z: 0.999 * z + 1  # noqa: E731

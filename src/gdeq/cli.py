@@ -18,6 +18,7 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
+from gdeq import __version__
 from gdeq import data as datasets
 from gdeq.training import config as configs
 from gdeq.training import meanings
@@ -67,6 +68,22 @@ ExactTol = Annotated[
 ]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and stop.")]
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gdeq {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Of `gdeq` itself, before any command."""
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:

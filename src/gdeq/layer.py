@@ -115,6 +115,19 @@ class DEQ(nn.Module):
                 "floating point, so it cannot start as zeros like x; call deq(x, z0=...), or give "
                 "the cell a method initial_state(x)"
             )
+        if not inputs and options:
+            first = next(iter(options))
+            raise ValueError(
+                f"the shape of the state is not known: pass {first} by position, deq({first}), so "
+                "that it can start as zeros like it; or call deq(x, z0=...), or give the cell a "
+                "method initial_state(x)"
+            )
+        if inputs and not isinstance(x, Tensor):
+            raise ValueError(
+                f"the shape of the state is not known: x must be a tensor, got {type(x).__name__}, "
+                "so that it can start as zeros like x; else call deq(x, z0=...), or give the cell "
+                "a method initial_state(x)"
+            )
         raise ValueError(
             "the shape of the state is not known: call deq(x, z0=...), or give the cell a method "
             "initial_state(x) that returns one (without either, zeros like a tensor x are used)"

@@ -124,7 +124,13 @@ def weight_norm(module: nn.Module, name: str = "weight", dim: int = 0) -> nn.Mod
     exchangeable; undo with `torch.nn.utils.parametrize.remove_parametrizations`.
     """
     if not isinstance(getattr(module, name, None), Tensor):
-        raise ValueError(f"{type(module).__name__} has no tensor {name!r} to normalise")
+        layers = [
+            "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split("."))
+            for path, layer in module.named_modules()
+            if isinstance(getattr(layer, name, None), Tensor)
+        ]
+        hint = "; pass a layer that has one: module" + ", module".join(layers) if layers else ""
+        raise ValueError(f"{type(module).__name__} has no tensor {name!r} to normalise{hint}")
     parametrize.register_parametrization(module, name, _WeightNorm(dim), unsafe=True)
     return module
 

@@ -38,8 +38,8 @@ _SENTENCES = {
     "far from where it began (raise tol, start nearer, or compute f in a wider dtype)",
     Status.STALLED: "not converged: f(z) - z stays the same however z moves; f seems to have no "
     "fixed point (is it z plus a constant?)",
-    Status.DIVERGED: "diverged: the residual is larger than at the start (f may not be "
-    "contractive: try damping, a line search or a regulariser)",
+    Status.DIVERGED: "diverged: f(z) - z is larger after the last step than at the start (f may "
+    "not be contractive: try damping, a line search or a regulariser)",
     Status.NONFINITE: "stopped: f returned NaN or infinity; an earlier iterate is returned",
     Status.NONFINITE_START: "failed: f returned NaN or infinity at the first call; z0 is returned "
     "(check the inputs and parameters of f for this sample)",
@@ -141,7 +141,7 @@ class Solution:
 
     @property
     def backward(self) -> BackwardRecord | None:
-        """The record of the last backward pass; None before the first."""
+        """The record of the last backward pass; None before the first, and with `Unrolled`."""
         return self.record if self.record.done else None
 
     def __repr__(self) -> str:
@@ -161,7 +161,11 @@ class Solution:
         for i, status in enumerate(ends):
             if status not in (Status.CONVERGED, Status.FIXED_STEPS):
                 residual, steps = self.residual[i].item(), int(self.steps[i])
-                lines.append(f"  sample {i}: {status} [step {steps}, residual {residual:.1e}]")
+                told = f"step {steps}, residual {residual:.1e}"
+                if status is Status.DIVERGED and residual != (last := self.trace[-1, i].item()):
+                    told = f"step {steps}, residual {last:.1e}; the best z is returned, with "
+                    told += f"residual {residual:.1e}"
+                lines.append(f"  sample {i}: {status} [{told}]")
             if len(lines) > 6:
                 lines.append("  ...")
                 break

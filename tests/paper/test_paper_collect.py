@@ -8,6 +8,7 @@ import pytest
 import report_runs
 
 from gdeq.paper import collecting, plan, reading, studies, table2
+from gdeq.report import formats
 
 
 def make(folder, name, accuracy=None, seconds=100.0, **changes):
@@ -95,12 +96,21 @@ def test_table_2(collected):
     assert own[2] == "94.00 (1 of 3 seeds)"
     assert own[4:6] == ["101", "90"]
     assert own[6] == f"{220 / 101:.2f}×"
+    assert formats.SPEEDUP in text
     assert own[7] == "–"  # no pre-trained Implicit yet
     assert own[8:] == ["92.01 / 93.08", "2.16×"]
     assert row_of(text, "JFB")[1] == "unfinished: epoch 3 of 12"
     assert row_of(text, "NPG")[1:3] == [reading.NOT_YET] * 2
     many = sum(run.group == "table2" for run in plan.make_plan())
     assert f"table2     5 of {many} runs finished" in collecting.progress(collected)
+
+
+def test_the_speed_up_is_per_step_as_on_the_page(partial):
+    file = partial / "implicit-seed0" / "summary.json"
+    summary = json.loads(file.read_text())
+    file.write_text(json.dumps({**summary, "steps": 2 * summary["steps"]}))
+    row = row_of(table2.text(reading.read_all(partial)), "GDEQ")
+    assert row[6] == f"{220 / 2 / 101:.2f}×"
 
 
 def test_a_seed_that_diverged_is_seen_beside_the_mean_of_the_others(partial):
@@ -157,6 +167,9 @@ def test_similarity_marks_what_is_not_exact(collected):
     assert "at most 3.0e-03, at an equilibrium solved to 1.0e-06.  **Not exact in 3 mini" in text
     assert "at most 2.0e-06, at an equilibrium solved to 1.0e-06.  Spectral radius" in text
     assert "## similarity-gdeq, trained with GDEQ\n\nEpochs 1, 10, 20, 50: not yet run." in text
+    assert "## record, trained with GDEQ refine 2\n" in text
+    assert row_of(text, "Method")[1] == "VJPs, median"
+    assert "Implicit is here an exact backward solve (GMRES)" in text
     assert "Epochs 10: not yet run." in text  # of gdeq-seed0, which has 12
     # Only mini-batches that were compared with something exact are drawn.
     drawn = rows_of(out / "similarity_cosine_gdeq-seed0.csv")

@@ -4,6 +4,7 @@ import pytest
 from paper_runs import SETTINGS
 
 from gdeq.paper import plan
+from gdeq.report.methods import label
 from gdeq.training.config import ConfigError, differences
 
 
@@ -42,6 +43,12 @@ def test_forward_steps_are_varied_for_five_methods():
     assert gradients["gdeq-refine1"].refine == 1
     assert gradients["gdeq-tolerance"].tolerance is not None
     assert len({r.config().solver.tol for r in in_group("tolerance")}) == 3
+
+
+def test_a_run_whose_gradients_are_compared_is_named_by_its_method():
+    compared = [run for run in plan.make_plan() if run.similarity]
+    for run in compared:
+        assert plan.title(run.row) == label(vars(run.config().gradient)), run.name
 
 
 def test_what_tells_most_comes_first():

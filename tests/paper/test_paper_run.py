@@ -1,6 +1,7 @@
 """Going through the plan: skipping, resuming, stopping in time."""
 
 import json
+import os
 import signal
 import tarfile
 import time
@@ -12,7 +13,7 @@ from paper_runs import SETS, SETTINGS, SMALL, only
 
 from gdeq.paper import plan, running, timing
 from gdeq.training import runs
-from gdeq.training.loop import Interrupted
+from gdeq.training.loop import Interrupted, Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -155,6 +156,23 @@ def test_a_deadline_is_told_from_a_signal(tmp_path):
         runs.train(tmp_path / "run", config, until=time.monotonic())
     assert stop.value.number == signal.SIGALRM
     assert "stopped at step 1; continue with" in str(stop.value)
+
+
+def test_one_who_stops_it_is_told_the_same_command(gdeq, tmp_path, monkeypatch):
+    real = Trainer.one_step
+
+    def struck(trainer, *batch):
+        if trainer.run.path == out / "jfb-seed0":  # not while its time is estimated
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(trainer, *batch)
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(Trainer, "one_step", struck)
+    for step in (1, 2):
+        code, said = gdeq("paper", "run", "--out", out, *only("jfb-seed0"), *SMALL)
+        assert code == 128 + signal.SIGTERM, said
+        told = f"stopped at step {step}; continue with the same command: `gdeq paper run ... "
+        assert f"{told}--out {out}`" in said
 
 
 def test_what_cannot_end_is_not_begun_but_the_next_may_be(gdeq, tmp_path, monkeypatch):

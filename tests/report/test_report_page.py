@@ -125,6 +125,17 @@ def test_each_figure_has_a_sentence_an_svg_a_png_and_its_data(page, comparison):
         assert sentence in page.text
 
 
+def test_vjps_of_a_similarity_are_medians_and_its_implicit_is_explained(tmp_path):
+    path = make_run(tmp_path / "run", similarity=(1,))
+    record = json.loads((path / "similarity.jsonl").read_text().splitlines()[0])
+    many = [{**record, "method": "Implicit", "vjps": n} for n in (10, 11, 60)]
+    (path / "similarity.jsonl").write_text("".join(json.dumps(r) + "\n" for r in many))
+    page = Page(report.write([path], tmp_path / "out").read_text())
+    (table,) = (t for t in page.tables.values() if "After epoch" in t[0])
+    assert (table[0][2], table[1][2]) == ("VJPs, median", "11")
+    assert "Implicit is here an exact backward solve (GMRES)" in page.text
+
+
 def test_figures_tell_what_the_runs_hold(comparison):
     folder = comparison[1].parent / "figures"
     lines = read_csv(folder / "accuracy_time.csv")

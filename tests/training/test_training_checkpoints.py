@@ -12,6 +12,7 @@ import training_runs
 from training_runs import PER_EPOCH, RICH, TINY, assert_same_run, checkpoints
 
 from gdeq.training import checkpoint, folder, loop
+from gdeq.training import config as configs
 
 
 @pytest.fixture
@@ -122,6 +123,21 @@ def test_a_resumed_run_says_where_it_goes_on(stopped, few_images, gdeq, settings
     code, said = gdeq("train", "--resume", stopped, *settings)
     assert code == 0, said
     assert said.startswith(line)
+
+
+def test_a_resumed_run_says_what_changed(stopped, few_images, gdeq):
+    rate = configs.load(str(stopped / "config.yaml")).optimizer.lr
+    change = f"optimizer.lr: {rate} -> 0.5"
+    for options in (["--dry-run"], []):
+        given = ("train", "--resume", stopped, "epochs=3", "optimizer.lr=0.5", *options)
+        code, said = gdeq(*given)
+        assert code == 0, said
+        assert f"\nfrom here on with epochs: 2 -> 3, {change}\n" in said
+    code, said = gdeq("train", "--resume", stopped, "optimizer.lr=0.25")
+    assert code == 0, said
+    assert "from here on" not in said
+    assert "\nnot used, as no step is left: optimizer.lr: 0.5 -> 0.25\n" in said
+    assert "not used" not in gdeq("train", "--resume", stopped)[1]
 
 
 def test_the_first_epoch_is_saved_in_a_short_run(tmp_path, few_images, gdeq, monkeypatch):

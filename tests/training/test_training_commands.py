@@ -425,6 +425,15 @@ def test_data_unknown(gdeq, tmp_path):
     assert "did you mean 'cifar10'?" in said
 
 
+def test_version(gdeq):
+    assert gdeq("--version") == (0, f"gdeq {__version__}\n")
+
+
+def test_alternate_is_explained_beside_flip():
+    told = {key: meaning for key, (_, meaning) in meanings().items()}
+    assert "flipped in every second epoch, not by chance" in told["augment.alternate"]
+
+
 def test_help_lists_the_commands(gdeq):
     code, said = gdeq("--help")
     assert code == 0

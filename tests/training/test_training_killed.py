@@ -185,6 +185,31 @@ def test_a_comparison_stopped_at_the_end_of_a_run_begins_no_other(
     assert "report: " in said
 
 
+def test_a_comparison_stopped_in_a_run_is_continued_by_itself(
+    tmp_path, few_images, gdeq, monkeypatch
+):
+    """Not by --resume, which would end that one run; also where that was begun before."""
+    real = loop.Trainer.one_step
+
+    def struck(trainer, *batch):
+        os.kill(os.getpid(), signal.SIGINT)
+        real(trainer, *batch)
+
+    out = tmp_path / "out"
+    settings = [*TINY, "epochs=1", "gradient.max_iter=3", "--no-pretraining", "--out", out]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Trainer, "one_step", struck)
+        for step in (1, 2):
+            code, said = gdeq("compare", *settings)
+            assert code == 128 + signal.SIGINT, said
+            told = f"stopped at step {step}; continue with the same command: `gdeq compare ... "
+            assert f"{told}--out {out}`" in said
+            assert "--resume" not in said
+    code, said = gdeq("compare", *settings)
+    assert code == 0, said
+    assert "report: " in said
+
+
 def stops_at_once(number):
     try:
         os.kill(os.getpid(), number)

@@ -218,11 +218,12 @@ class Journey:
 
     def _train(self, run: Planned, config: Config, state: str) -> Outcome:
         path, until = self.out / run.name, self.clock.until
+        again = f"the same command: `gdeq paper run ... --out {self.out}`"
         try:
             if state == HALF:
-                runs.resume(path, self.root, tell=self.tell, more=True, until=until)
+                runs.resume(path, self.root, tell=self.tell, more=True, until=until, proceed=again)
             else:
-                runs.train(path, config, self.root, more=True, until=until)
+                runs.train(path, config, self.root, more=True, until=until, proceed=again)
         except DivergedError as problem:
             told = {"reason": str(problem), "steps": _last_step(path)}
             RunFolder(path).write("failed.json", json.dumps(told, indent=1))

@@ -12,7 +12,7 @@ from gdeq.paper.reading import NOT_YET, Made, markdown
 from gdeq.report import methods
 from gdeq.report.figures import Figure, Line
 from gdeq.report.runs import Record, Run, number
-from gdeq.report.similarity import similarities
+from gdeq.report.similarity import IMPLICIT, similarities
 
 EXACT = 1e-4  # what the exact gradient's own residual may be, in records that do not say
 SIMILARITY_HEAD = [
@@ -77,8 +77,9 @@ def similarity_text(made: Sequence[Made]) -> str:
     asked = " or ".join(f"{value:g}" for value in bounds)
     parts.append(
         "Over mini-batches of training images, in float32 without TF32.  VJPs: products with ∂f/∂z "
-        "that the method spends.  Relative error: ‖g − g*‖ / ‖g*‖ of the gradient of cell and "
-        f"stem.  Figures hold only mini-batches whose g* left residuals of at most {asked}.\n"
+        f"that the method spends.  {IMPLICIT}  Relative error: ‖g − g*‖ / ‖g*‖ of the gradient of "
+        "cell and stem.  Figures hold only mini-batches whose g* left residuals of at most "
+        f"{asked}.\n"
     )
     return "\n".join(parts)
 
@@ -115,7 +116,7 @@ def _epoch_text(epoch: int, records: list[Record]) -> list[str]:
                 f"{max(error):.3g}" if error else "–",
             ]
         )
-    head = ["Method", "VJPs", "Batches", "Cosine, median", "least", "Relative error, median"]
+    head = ["Method", "VJPs, median", "Batches", "Cosine, median", "least"]
     left_out = len({r.get("batch") for r in records if not is_exact(r)})
     mark = f"  **Not exact in {left_out} mini-batch{'es' * (left_out > 1)}.**" * (left_out > 0)
     radius, most = _numbers(records, "spectral_radius"), _numbers(records, "spectral_radius_max")
@@ -123,7 +124,7 @@ def _epoch_text(epoch: int, records: list[Record]) -> list[str]:
     forward = max(_numbers(records, "exact_forward_residual"), default=float("nan"))
     return [
         f"After epoch {epoch}:\n",
-        markdown([*head, "worst"], lines),
+        markdown([*head, "Relative error, median", "worst"], lines),
         f"The exact gradient's own residual: at most {worst:.1e}, at an equilibrium solved to "
         f"{forward:.1e}.{mark}  Spectral radius of ∂f/∂z there: median {_middle(radius, '.3f')}, "
         f"largest {_most(most)}.\n",

@@ -10,6 +10,11 @@ from gdeq.report.runs import Run
 
 NONE = "–"
 UNFINISHED = "†"
+# One wording for the page, the terminal and the paper's Table 2.
+SPEEDUP = (
+    "Speed-up: Implicit's time per step, mean over the whole training, divided by the method's; "
+    "ms / step is the median of the log lines, so its ratios may be others"
+)
 FEW_STEPS = 100  # timed: below this a speed-up is said to rest on few
 
 

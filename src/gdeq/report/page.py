@@ -13,17 +13,17 @@ from gdeq.report.methods import Look, label
 from gdeq.report.recipes import flatten, usual
 from gdeq.report.rows import Row
 from gdeq.report.runs import Run, number
-from gdeq.report.similarity import Similarity
+from gdeq.report.similarity import IMPLICIT, Similarity
 from gdeq.report.style import CSS
 
 Looks = dict[str, Look]
 Drawn = dict[str, str]  # figure name → SVG
 
 READING = (
-    "Speed-up is Implicit’s training time per step divided by the method’s, on the same data, "
-    "model, batch size, precision and device. Accuracy is that of the final epoch: mean ± standard "
-    "deviation SPREAD. Times are of the runs without pre-training where there are any. VJPs "
-    "are the vector-Jacobian products of one backward pass."
+    f"{formats.SPEEDUP}. Compared are runs on the same data, model, batch size, precision and "
+    "device. Accuracy is that of the final epoch: mean ± standard deviation SPREAD. Times are of "
+    "the runs without pre-training where there are any. VJPs are the vector-Jacobian products of "
+    "one backward pass."
 )
 
 
@@ -138,7 +138,7 @@ def _figure(figure: Figure, drawn: Drawn) -> Markup:
 def _similarity(found: list[Similarity], looks: Looks, drawn: Drawn) -> list[Markup]:
     parts = [tag("h2", "Gradient similarity")] if found else []
     for one in found:
-        text = f"Measured on the weights of {one.run.name}."
+        text = f"Measured on the weights of {one.run.name}. {IMPLICIT}"
         if one.exact_residual is not None:
             worst = formats.scientific(one.exact_residual)
             text += f" The exact gradient was solved to a residual of {worst} or less."

@@ -12,7 +12,7 @@ from gdeq.report.recipes import usual
 from gdeq.report.rows import Cell, Row
 from gdeq.report.runs import Run
 
-HEAD = ["Method", "Speed-up", "Accuracy %", "pre-trained", "ms/step", "Time", "VJPs"]
+HEAD = ["Method", "Speed-up", "Accuracy %", "pre-trained", "ms / step", "Time", "VJPs"]
 
 
 def text_table(rows: list[Row]) -> str:
@@ -31,9 +31,7 @@ def text_table(rows: list[Row]) -> str:
     widths = [max(len(line[column]) for line in [HEAD, *body]) for column in range(len(HEAD))]
     rule = "  ".join("-" * width for width in widths)
     lines = [_aligned(HEAD, widths), rule, *(_aligned(line, widths) for line in body)]
-    lines.append(
-        f"mean ± standard deviation {formats.spread_over(rows)}; speed-up against Implicit"
-    )
+    lines += [f"mean ± standard deviation {formats.spread_over(rows)}", formats.SPEEDUP]
     if any(formats.few_steps(row) for row in rows):
         lines.append(f"(steps): fewer than {formats.FEW_STEPS} were timed for the speed-up")
     unsaid = usual([run for row in rows for run in row.runs])

@@ -9,6 +9,11 @@ from gdeq.report.figures import Box, Figure
 from gdeq.report.methods import rank
 from gdeq.report.runs import Record, Run, number
 
+IMPLICIT = (
+    "Implicit is here an exact backward solve (GMRES) from where the run's solver stopped, not the "
+    "truncated one that a run trains with."
+)
+
 
 @dataclass(frozen=True)
 class Closeness:
@@ -16,7 +21,7 @@ class Closeness:
 
     method: str
     epoch: int
-    vjps: float | None
+    vjps: float | None  # the median
     cosine: list[float]
     error: list[float]
     residual: list[float]
@@ -90,7 +95,7 @@ def _groups(records: list[Record]) -> tuple[Closeness, ...]:
             Closeness(
                 method,
                 epoch,
-                statistics.fmean(products) if products else None,
+                statistics.median(products) if products else None,
                 _numbers(some, "cosine"),
                 _numbers(some, "relative_error"),
                 _numbers(some, "adjoint_residual"),

@@ -160,7 +160,7 @@ def similarity_table(found: Similarity, looks: Looks) -> Markup:
         ]
         for group in found.groups
     ]
-    names = ("Method", "After epoch", "VJPs", "Batches", "Cosine, median", "least")
+    names = ("Method", "After epoch", "VJPs, median", "Batches", "Cosine, median", "least")
     made = table(header(*names, "Relative error, median", "Adjoint residual, median"), body)
     return tag("details", tag("summary", "The same in numbers"), made)
 

@@ -134,7 +134,7 @@ class AugmentConfig:
     cutout: int = 0  # side of the square cut out, in pixels
     fill: str = "zeros"  # what the padding of a crop is: zeros (black), reflect
     cutmix: float = 0.0  # share of images with a rectangle, and that much of the label, of another
-    alternate: bool = False  # with flip: each image in every second epoch, not half of the time
+    alternate: bool = False  # with flip: each image flipped in every second epoch, not by chance
 
     def __post_init__(self) -> None:
         check_integer(self, "crop", 0)

@@ -95,6 +95,7 @@ class Trainer:
         self.sums, self.test_sums = Sums(device), Sums(device)  # of this epoch
         self.saved_at = time.monotonic()
         self.stop = StopRequest(patience=20.0 if process.world_size > 1 else 2.0)
+        self.proceed: str | None = None  # the command that goes on, where it is not --resume
         self.asked_to_stop = False  # by a signal that came too late to cut the training short
         self.convergence = ConvergenceWatch(config)
         self.run_lock = RunLock()
@@ -256,9 +257,10 @@ class Trainer:
         return time.perf_counter() - self.recordings.seconds
 
     def _interrupted(self) -> Interrupted:
+        proceed = self.proceed or f"`gdeq train --resume {self.run.path}`"
         return Interrupted(
             self.stop.caught or signal.SIGTERM,
-            f"stopped at step {self.step}; continue with `gdeq train --resume {self.run.path}`",
+            f"stopped at step {self.step}; continue with {proceed}",
         )
 
     def _must_save(self) -> bool:

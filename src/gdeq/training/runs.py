@@ -39,11 +39,13 @@ def train(
     *,
     more: bool = False,
     until: float | None = None,
+    proceed: str | None = None,
 ) -> dict[str, Any]:
     """A new run in a new folder.
 
     more: others come after it, which a signal stops even where this one came to its end.
     until: it saves and stops at this time (of `time.monotonic`), as at a signal.
+    proceed: what one who stopped it is told to continue with (None: `gdeq train --resume`).
     """
     me = start_on(config.device)
     try:
@@ -56,7 +58,7 @@ def train(
         if me.first:
             trainer.run = RunFolder.create(path, config)
         me.wait()
-        return _fit(trainer, more, until)
+        return _fit(trainer, more, until, proceed)
     finally:
         process.stop()
 
@@ -69,15 +71,16 @@ def resume(
     *,
     more: bool = False,
     until: float | None = None,
+    proceed: str | None = None,
 ) -> dict[str, Any]:
     """Go on where the newest whole checkpoint is; from the start if there is none yet.
 
-    A run that has all its epochs is left as it is.  more, until: as for `train`.
+    A run that has all its epochs is left as it is.  more, until, proceed: as for `train`.
     """
     run, config = reopen(path, overrides)
     summary = run.finished(config.epochs)
     if summary is not None:
-        tell(_finished(run, summary))
+        tell(_finished(run, summary, config))
         return summary
     me = start_on(config.device)
     try:
@@ -92,9 +95,10 @@ def resume(
             if me.first:
                 run.cut(0)
         if me.first and config != run.config():
+            view.say(_changed(run, config))
             run.write_config(config)  # the next resume goes on with the same
         me.wait()
-        return _fit(trainer, more, until)
+        return _fit(trainer, more, until, proceed)
     finally:
         process.stop()
 
@@ -235,15 +239,16 @@ def compare(
     table = _table(folder, config, pretrain_steps, seeds)
     states = {path: _state(path, wanted) for path, wanted in table.items()}  # before any begins
     left = [path for path in table if states[path] != FINISHED]
+    proceed = f"the same command: `gdeq compare ... --out {folder}`"
     for path, wanted in table.items():
         if states[path] == FINISHED:
             tell(f"{path.name}: finished before, kept")
             continue
         more = path != left[-1]
         if states[path] == HALF:
-            resume(path, root, tell=tell, more=more)
+            resume(path, root, tell=tell, more=more, proceed=proceed)
         else:
-            train(path, wanted, root, more=more)
+            train(path, wanted, root, more=more, proceed=proceed)
     return list(table)
 
 
@@ -292,8 +297,10 @@ def forecast_resume(run: RunFolder, config: Config, root: Path | None = None) ->
     told = Forecast()
     summary = run.finished(config.epochs)
     if summary is not None:
-        told.lines.append(_finished(run, summary))
+        told.lines.append(_finished(run, summary, config))
         return told
+    if config != run.config():
+        told.lines.append(_changed(run, config))
     with _forecast(told, config, run.path, root) as trainer:
         if trainer is not None:
             _forecast_restore(told, trainer)
@@ -396,8 +403,8 @@ def _state(path: Path, wanted: Config | None) -> str:
     return HALF if run.finished(config.epochs) is None else FINISHED
 
 
-def _fit(trainer: Trainer, more: bool, until: float | None) -> dict[str, Any]:
-    trainer.stop.until = until
+def _fit(trainer: Trainer, more: bool, until: float | None, proceed: str | None) -> dict[str, Any]:
+    trainer.stop.until, trainer.proceed = until, proceed
     summary = trainer.fit()
     if more and trainer.asked_to_stop:
         raise Interrupted(
@@ -408,11 +415,17 @@ def _fit(trainer: Trainer, more: bool, until: float | None) -> dict[str, Any]:
     return summary
 
 
-def _finished(run: RunFolder, summary: dict[str, Any]) -> str:
+def _changed(run: RunFolder, config: Config) -> str:
+    return f"from here on with {', '.join(configs.differences(run.config(), config))}"
+
+
+def _finished(run: RunFolder, summary: dict[str, Any], config: Config) -> str:
+    unused = ", ".join(configs.differences(run.config(), config))
+    ignored = f"\nnot used, as no step is left: {unused}" if unused else ""
     return (
         f"{run.path} is already finished: {count(summary['epochs'], 'epoch')}, test accuracy "
         f"{summary['test_accuracy']:.2f} %; nothing is changed.  To train it for longer, raise "
-        f"epochs: `gdeq train --resume {run.path} epochs={2 * summary['epochs']}`"
+        f"epochs: `gdeq train --resume {run.path} epochs={2 * summary['epochs']}`{ignored}"
     )
 
 
