@@ -215,7 +215,7 @@ def test_mixed_images_are_finished_ones():
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_mixed_batches_are_laid_out_alike(device, channels_last):
     options = {"source": varied, "device": device, "channels_last": channels_last}
-    _, (images, labels) = next(make(**options, augment=Augment(crop=2, cutmix=0.6)).epoch())
+    _, (images, labels) = next(make(**options, augment=MIXED).epoch())
     layout = torch.channels_last if channels_last else torch.contiguous_format
     assert images.is_contiguous(memory_format=layout)
     assert images.dtype == labels.dtype == torch.float32

@@ -124,7 +124,7 @@ class Augment:
         rows = torch.arange(height, device=x.device) - drawn[:, 3:4] + before  # (b, h)
         columns = torch.arange(width, device=x.device) - drawn[:, 4:5] + before  # (b, w)
         hole = _within(rows, self.cutout)[:, :, None] & _within(columns, self.cutout)[:, None, :]
-        return x.masked_fill(hole[:, None], 0.0)
+        return torch.where(hole[:, None], 0.0, x)  # masked_fill would lose channels-last
 
     def mix(self, x: Tensor, y: Tensor, classes: int, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """CutMix of each image with the next one: images, and the shares of their classes.

@@ -10,7 +10,7 @@ from gdeq.report.runs import Run
 
 NONE = "–"
 UNFINISHED = "†"
-# One wording for the page, the terminal and the paper's Table 2.
+# One wording for the page and the terminal; in the paper's Table 2 it is of the whole training.
 SPEEDUP = (
     "Speed-up: Implicit's time per step, mean over the whole training, divided by the method's; "
     "ms / step is the median of the log lines, so its ratios may be others"
