@@ -105,7 +105,7 @@ def draw(out: Path, rows: list[dict[str, Any]]) -> None:
         mine = [row for row in rows if row["axis"] == axis]
         x = [row[key] for row in mine]
         steps = [row["value"] if axis == "forward" else 18 for row in mine]
-        in_f = [(n + 4) * row["f_ms"] for n, row in zip(steps, mine, strict=True)]
+        in_f = [(n + 3) * row["f_ms"] for n, row in zip(steps, mine, strict=True)]
         top, bottom = grid[0][column], grid[1][column]
         top.plot(x, [row["ms"] for row in mine], "o-", label="step")
         top.plot(x, in_f, "s--", label="evaluations of f × time of one f")

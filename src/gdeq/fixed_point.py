@@ -15,12 +15,17 @@ the residual of the adjoint equation: the error of the gradient is measured in p
 
 A w that needs no product with J (JFB, plain GDEQ) needs neither the input node nor f's values:
 there one node leads from the tensors of f(z*) to those of z*.
+
+With ``tol=0`` the last iterate is known beforehand.  In a recorded step (`gdeq.capture`) f is then
+differentiated right there (`_LastEvaluation`), and the solve learns from the same values: one
+evaluation less.  Elsewhere it is not: were f not finite there, the solve would go back one iterate,
+and f must be differentiated at that one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +34,7 @@ from torch import Tensor
 from gdeq.gradients import GDEQ, Gradient, Implicit, Unrolled, relative_norm
 from gdeq.operators import safe_norms
 from gdeq.options import describe
+from gdeq.recording import recording
 from gdeq.solution import BackwardRecord, Cotangent, Solution, Status
 from gdeq.solve import check_solver, solve_space
 from gdeq.solvers.base import Solver
@@ -42,7 +48,7 @@ class _Link:
     """What the nodes around one evaluation of f share.  Must not hold z: that would be a cycle."""
 
     gradient: Gradient
-    solution: Solution
+    solution: Solution = field(init=False)
     v: Tensor | None = None  # (batch, d) of the backward pass under way
     noise: Tensor | None = None  # (batch,) the residual norm that its w leaves behind
     twice: bool = False  # a backward pass was itself differentiated
@@ -128,7 +134,9 @@ class _Output(torch.autograd.Function):
                 inner = replace(link.gradient, double_backward=False, precondition=False)
                 product = _vjp(out, z_in, create_graph=True)
                 unseen = replace(link.solution, inverse=None, record=BackwardRecord())
-                w = _attach(lambda u: v + product(u), w, inner, unseen)
+                adjoint = _Evaluation(lambda u: v + product(u), inner)
+                adjoint.at(w)
+                w = adjoint.attach(w, unseen)
             return None, w, v - w, None
 
 
@@ -226,36 +234,90 @@ def _check_second_order(gradient: Gradient) -> None:
     )
 
 
-def _link(gradient: Gradient, solution: Solution) -> _Link:
-    # The graph outlives the step in which it was made: it must not hold a store it does not use.
-    return _Link(gradient, solution if gradient.uses_inverse else replace(solution, inverse=None))
+class _Evaluation:
+    """f, evaluated with autograd at the solution, between the nodes."""
 
+    def __init__(self, f: Vectorized, gradient: Gradient) -> None:
+        self.f, self.link = f, _Link(gradient)
+        self.z_in: Tensor | None = None
+        self.out: Tensor | None = None
 
-def _attach(f: Vectorized, z: Tensor, gradient: Gradient, solution: Solution) -> Tensor:
-    """z, with gradients to all that f closes over.  z: (batch, d), a fixed point of f."""
-    link = _link(gradient, solution)
-    with torch.enable_grad():
-        token = torch.zeros((), device=z.device, requires_grad=True)
-        z_in = _Input.apply(token, z, link)
-        out = f(z_in)
+    def at(self, z: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
+        with torch.enable_grad():
+            token = torch.zeros((), device=z.device, requires_grad=True)
+            self.z_in = _Input.apply(token, z, self.link)
+            self.out = self.f(self.z_in)
+        return self.out
+
+    def attach(self, z: Tensor, solution: Solution) -> Tensor:
+        """z, with gradients to all that f closes over.  z: (batch, d), a fixed point of f."""
+        link, out, z_in = self.link, self.out, self.z_in
+        assert out is not None
+        assert z_in is not None
+        link.solution = _held(link.gradient, solution)
         if not out.requires_grad:
             return z  # f is a constant: nothing to differentiate
-        if isinstance(gradient, Implicit) and gradient.double_backward:
-            z_in = _Remainder.apply(z, out, z_in, link)
-            out = f(z_in)
-        return _Output.apply(z, out, z_in, link)
+        with torch.enable_grad():
+            if isinstance(link.gradient, Implicit) and link.gradient.double_backward:
+                z_in = _Remainder.apply(z, out, z_in, link)
+                out = self.f(z_in)
+            return _Output.apply(z, out, z_in, link)
 
 
-def _attach_directly(f: VectorMap, z: Tensor, gradient: Gradient, solution: Solution) -> State:
-    """The same where w needs no product with J, in the user's terms.  z: (batch, d)"""
-    space = f.space
-    leaves = space.leaves(solution.z, "z", cast=False)
-    with torch.enable_grad():
-        out = f.leaves(leaves)
-        if not any(leaf.requires_grad for leaf in out):
+class _DirectEvaluation:
+    """The same where w needs no product with J, in the user's terms."""
+
+    def __init__(self, f: VectorMap, gradient: Gradient) -> None:
+        self.f, self.link = f, _Link(gradient)
+        self.out: list[Tensor] = []
+
+    def at(self, z: Sequence[Tensor]) -> list[Tensor]:
+        with torch.enable_grad():
+            self.out = self.f.leaves(z)
+        return self.out
+
+    def attach(self, z: Tensor, solution: Solution) -> State:  # z: (batch, d)
+        if not any(leaf.requires_grad for leaf in self.out):
             return solution.z
-        link = _link(gradient, solution)
-        return space.state(_Direct.apply(link, space, leaves, f.inside(z), *out))
+        space = self.f.space
+        self.link.solution = _held(self.link.gradient, solution)
+        leaves = space.leaves(solution.z, "z", cast=False)
+        with torch.enable_grad():
+            outside = self.f.inside(z)
+            return space.state(_Direct.apply(self.link, space, leaves, outside, *self.out))
+
+
+def _held(gradient: Gradient, solution: Solution) -> Solution:
+    # The graph outlives the step in which it was made: it must not hold a store it does not use.
+    return solution if gradient.uses_inverse else replace(solution, inverse=None)
+
+
+class _LastEvaluation(VectorMap):
+    """f at the last iterate of a solve: for the solve its values, and kept with its graph."""
+
+    def __init__(self, f: VectorMap, evaluation: _Evaluation | _DirectEvaluation) -> None:
+        vars(self).update(vars(f))
+        self.evaluation = evaluation
+        self.made = False
+
+    def leaves(self, z: Sequence[Tensor]) -> list[Tensor]:
+        self.made = True
+        # Autocast keeps the half-precision copies of weights that it made without autograd in the
+        # solve; used again, they would cut the weights off from their gradients.
+        torch.clear_autocast_cache()
+        space = self.space
+        if isinstance(self.evaluation, _DirectEvaluation):
+            out = self.evaluation.at(z)
+        else:
+            found = self.evaluation.at(space.join([leaf.detach() for leaf in z]))
+            out = space.split(found.detach(), [space.dtype] * len(z))
+        return [leaf.detach() for leaf in out]
+
+
+def differentiates_in_the_solve(space: StateSpace, solver: Solver, gradient: Gradient) -> bool:
+    """Whether `_LastEvaluation` may be used."""
+    twice = isinstance(gradient, Implicit) and gradient.double_backward
+    return solver.tol == 0 and not twice and recording(space.device)
 
 
 @uncompiled
@@ -292,16 +354,25 @@ def solve_and_attach(
         solution = _unrolled(on_vectors, start, space, solver, gradient)
         return solution.z, solution
     assert solver is not None
-    z, solution = solve_space(on_vectors, start.detach(), space, solver)
+    evaluation: _Evaluation | _DirectEvaluation
+    kind = _Evaluation if gradient.uses_vjp else _DirectEvaluation
+    evaluation = kind(on_vectors, gradient)
+    last = None
+    if torch.is_grad_enabled() and differentiates_in_the_solve(space, solver, gradient):
+        last = _LastEvaluation(on_vectors, evaluation)
+    z, solution = solve_space(on_vectors, start.detach(), space, solver, last)
     if not torch.is_grad_enabled():
         return solution.z, solution
-    # Autocast keeps the half-precision copies of weights that it made without autograd in the
-    # solve; used again, they would cut the weights off from their gradients.
-    torch.clear_autocast_cache()
     with full_precision(space.device):
-        if not gradient.uses_vjp:
-            return _attach_directly(on_vectors, z, gradient, solution), solution
-        attached = _attach(on_vectors, z, gradient, solution)
+        if last is None or not last.made:
+            torch.clear_autocast_cache()  # as in `_LastEvaluation`
+            if isinstance(evaluation, _DirectEvaluation):
+                evaluation.at(space.leaves(solution.z, "z", cast=False))
+            else:
+                evaluation.at(z)
+        attached = evaluation.attach(z, solution)
+    if isinstance(evaluation, _DirectEvaluation):
+        return attached, solution
     return solution.z if attached is z else space.unpack(attached), solution
 
 

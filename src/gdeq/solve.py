@@ -17,7 +17,7 @@ from gdeq.recording import recording
 from gdeq.solution import Solution, Status
 from gdeq.solvers.base import Solver, select
 from gdeq.solvers.broyden import Broyden
-from gdeq.state import State, StateSpace, Vectorized, full_precision
+from gdeq.state import State, StateSpace, Vectorized, VectorMap, full_precision
 from gdeq.uncompiled import uncompiled
 
 
@@ -48,6 +48,7 @@ def iterate(
     max_steps: int | None = None,
     right: Tensor | None = None,  # (batch, d)
     inverse: Inverse | None = None,
+    last: VectorMap | None = None,
 ) -> Iterates:
     """Run ``solver`` on f from z; samples are independent systems.
 
@@ -59,10 +60,11 @@ def iterate(
 
     right: f(0), which says that f is affine; a relative residual is then relative to its norm, as
         for a linear system, instead of to max(‖f(z)‖, ‖z‖).
+    last: f, differentiable; with ``tol=0`` it may be called in f's place at the last iterate.
     """
     max_steps = solver.max_iter if max_steps is None else max_steps
     if product.applies(solver, z, max_steps, inverse):  # the same, in fewer passes over memory
-        return Iterates(*product.iterate(f, z, solver, precision, max_steps, right))
+        return Iterates(*product.iterate(f, z, solver, precision, max_steps, right, last))
     scale = None if right is None else safe_norms(right)[0]
     floor = z.new_zeros(())
 
@@ -135,12 +137,12 @@ def check_solver(solver: object, *, linear: bool = False) -> Solver:
 
 
 def solve_space(
-    f: Vectorized, z: Tensor, space: StateSpace, solver: Solver
+    f: Vectorized, z: Tensor, space: StateSpace, solver: Solver, last: VectorMap | None = None
 ) -> tuple[Tensor, Solution]:
     """`iterate` without autograd and outside autocast: the vector, and all in the user's terms."""
     precision = space.precision()
     with torch.no_grad(), full_precision(space.device):
-        found = iterate(f, z, solver, precision=precision)
+        found = iterate(f, z, solver, precision=precision, last=last)
     return found.z, Solution(
         z=space.unpack(found.z),
         converged=found.converged,

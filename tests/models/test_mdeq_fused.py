@@ -143,7 +143,8 @@ def test_reducing_two_places_at_once_is_the_same(width, device):
     alone = mdeq_fused._reduced(inner, block)
     found = mdeq_fused._reduced(inner, replace(block, paired=mdeq_weights.pair(weight)))
     torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
-    assert found.is_contiguous(memory_format=torch.channels_last)
+    if width % 2 == 0:  # else the layout is cuDNN's choice
+        assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_dropout_outside_a_solve_draws_the_same(device):

@@ -203,8 +203,9 @@ def lines(setup: Setup, found: dict[str, Any]) -> list[str]:
     if "gdeq: gdeq" not in rows:
         return told
     mine = rows["gdeq: gdeq"]["ms"]
-    # The first evaluation, one a step, the one with autograd, and its VJP as two.
-    evaluations = setup.forward + 4
+    # The first evaluation, one a step, and the VJP as two; where steps are not recorded, the one
+    # with autograd is not among them.
+    evaluations = setup.forward + (3 if setup.cuda else 4)
     told.append(
         f"GDEQ step ÷ ({evaluations} evaluations × f): {mine / (evaluations * cell['f']):.2f}"
     )

@@ -93,8 +93,8 @@ def profile(setup: Setup, step: Step, out: Path | None) -> dict[str, Any]:
     update = last_of("_merge_backward", reached)
     phases = {
         "stem, weights, first f": solve - begin,
-        "solve": solved - solve,
-        "f with autograd, head and its backward": product - solved,
+        "solve, the last f with autograd": solved - solve,
+        "head and its backward, w": product - solved,
         "backward of f and stem": max(0.0, update - product),
         "optimiser": max(0.0, reached - max(update, product)),
     }

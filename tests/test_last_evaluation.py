@@ -1,0 +1,122 @@
+"""The last evaluation of a solve with tol=0, differentiated: the same as one evaluation more."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import gdeq
+from gdeq import GDEQ, JFB, NPG, Broyden, Implicit, Measured
+from gdeq.kernels import choice
+from problems import Dense, Image, Multiscale, Named, assert_near, leaves, pack
+
+pytest.importorskip("triton")
+
+core = sys.modules["gdeq.fixed_point"]  # the function has the name of its module
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Triton's interpreter
+STEPS = 6
+GRADIENTS = [
+    JFB(),
+    GDEQ(),
+    Measured(GDEQ()),
+    GDEQ(refine=2),
+    GDEQ(tolerance=0.1),
+    NPG(),
+    Implicit(double_backward=False),
+]
+
+
+@pytest.fixture(params=["plain", "triton"])
+def form(request):
+    with choice.use(request.param):
+        yield request.param
+
+
+def differentiated(problem, gradient, solver=Broyden(STEPS, 0.0)):  # noqa: B008 (frozen)
+    """The solution, its gradients, and how often f was called."""
+    calls = []
+
+    def f(z):
+        calls.append(torch.is_grad_enabled())
+        return problem(z)
+
+    problem.zero_grad()
+    solution = gdeq.fixed_point(f, problem.z0, solver, gradient)
+    (pack(solution.z) * problem.cotangent()).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in problem.parameters()]
+    return solution, gradients, calls
+
+
+def in_the_solve(monkeypatch):
+    """As in a recorded step."""
+    monkeypatch.setattr(core, "recording", lambda device: True)
+
+
+@pytest.mark.parametrize("kind", [Dense, Image, Multiscale, Named])
+@pytest.mark.parametrize("gradient", GRADIENTS, ids=str)
+def test_it_is_the_same_with_one_call_less(kind, gradient, form, monkeypatch):
+    if form == "triton" and kind in (Image, Named) and DEVICE.type == "cpu":
+        pytest.skip("slow in the interpreter")
+    problem = kind(radius=0.9).to(DEVICE)
+    expected, wanted, before = differentiated(problem, gradient)
+    in_the_solve(monkeypatch)
+    found, gradients, calls = differentiated(problem, gradient)
+    assert before == [False] * (STEPS + 1) + [True]
+    assert calls == [False] * STEPS + [True]
+    for a, b in zip(leaves(found.z), leaves(expected.z), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(gradients, wanted, strict=True):
+        assert_near(a, b, 1e-12)
+    assert torch.equal(found.residual, expected.residual)
+    assert torch.equal(found.trace, expected.trace)
+    assert found.codes.tolist() == expected.codes.tolist()
+    assert found.evals == expected.evals
+    assert found.backward.vjps == expected.backward.vjps
+    if expected.backward.residual is not None:
+        assert_near(found.backward.residual, expected.backward.residual, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "solver"),
+    [
+        (GDEQ(), Broyden(STEPS, 1e-8)),  # the last iterate is not known beforehand
+        (Implicit(), Broyden(STEPS, 0.0)),  # f is evaluated twice with autograd
+        (JFB(), gdeq.Anderson(STEPS, 0.0)),  # not of the product form
+    ],
+    ids=["tolerance", "second derivatives", "Anderson"],
+)
+def test_where_it_is_not_done(gradient, solver, form, monkeypatch):
+    problem = Dense(radius=0.9).to(DEVICE)
+    _, wanted, before = differentiated(problem, gradient, solver)
+    in_the_solve(monkeypatch)
+    if solver.tol:
+        monkeypatch.setattr(gdeq.product, "recording", lambda device: False)
+    _, gradients, calls = differentiated(problem, gradient, solver)
+    assert calls == before
+    for a, b in zip(gradients, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_not_without_autograd(form, monkeypatch):
+    in_the_solve(monkeypatch)
+    problem = Dense(radius=0.5).to(DEVICE)
+    calls = []
+
+    def f(z):
+        calls.append(torch.is_grad_enabled())
+        return problem(z)
+
+    with torch.no_grad():
+        gdeq.fixed_point(f, problem.z0, Broyden(STEPS, 0.0), GDEQ())
+    assert calls == [False] * (STEPS + 1)
+
+
+@pytest.mark.parametrize("gradient", [JFB(), GDEQ(refine=1)], ids=str)
+def test_a_constant_f_has_no_gradient(gradient, form, monkeypatch):
+    in_the_solve(monkeypatch)
+    z0 = torch.zeros(2, 3, device=DEVICE)
+    solution = gdeq.fixed_point(torch.ones_like, z0, Broyden(STEPS, 0.0), gradient)
+    assert not solution.z.requires_grad
