@@ -158,6 +158,71 @@ def test_two_tiles_keep_what_the_gradient_needs(device, monkeypatch):
         close(ours, wanted, tolerance=2.0**-7 if ours.dim() == 4 else 1e-5)
 
 
+def exact_gradients(inputs, groups, relu, dy):
+    exact = [v.detach().double().requires_grad_() for v in inputs]
+    scale, shift = (v.expand(len(dy), -1)[..., None, None] for v in exact[1:])
+    y = exact_norm(exact[0], groups, None, None) * scale + shift
+    return torch.autograd.grad(y.relu() if relu else y, exact, dy.double())
+
+
+HELD = [  # and how many groups a program takes
+    ((2, 80, 4, 4, 4), 4),  # groups of 20 channels, 40 bytes
+    ((2, 120, 6, 2, 4), 2),
+    ((1, 60, 3, 2, 4), 1),
+    ((1, 80, 2, 2, 2), 2),
+    ((2, 160, 2, 1, 4), 1),
+]
+
+
+@pytest.mark.parametrize(("shape", "block"), HELD)
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("each", [False, True], ids=["one norm", "one a sample"])
+def test_gradients_of_groups_of_five(shape, block, relu, each, device, monkeypatch):
+    batch, channels, groups, height, width = shape
+    monkeypatch.setattr(norms.single, "launch", None)  # it would be called for other groups
+    assert norms.held.groups_of_program(height * width, channels // groups, groups) == block
+    wide = channels_last(batch, channels + 12, height, width, device=device, offset=30.0)
+    wide = wide.to(torch.bfloat16)
+    vectors = [v.expand(batch, -1).clone() if each else v for v in affine(channels, device)]
+    along = torch.randn_like(wide)
+    for start in (0, 4):
+        x, dy = (t[:, start : start + channels] for t in (wide, along))
+        inputs = [v.detach().clone().requires_grad_() for v in (x, *vectors)]
+        inputs[0] = x.detach().requires_grad_()  # a slice, as it lies
+        y = norm_act(inputs[0], groups, *inputs[1:], relu=relu)
+        found = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+        for ours, wanted in zip(found, exact_gradients(inputs, groups, relu, dy), strict=True):
+            # Triton's interpreter cuts off where a GPU rounds.
+            rounding = 2.0 ** (-8 if x.is_cuda else -7)
+            close(ours, wanted, tolerance=rounding if ours.dim() == 4 else 1e-4)
+        again = torch.autograd.grad(y, inputs, dy, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
+        (alone,) = torch.autograd.grad(y, inputs[:1], dy)
+        assert torch.equal(alone, found[0])
+
+
+def test_held_gradients_are_those_of_the_other_kernel(device, monkeypatch):
+    x = channels_last(2, 80, 4, 4, device=device, offset=3.0).to(torch.bfloat16).requires_grad_()
+    inputs = [x, *(v.requires_grad_() for v in affine(80, device))]
+    along = channels_last(2, 80, 4, 4, device=device).to(torch.bfloat16)
+    y = norm_act(x, 4, *inputs[1:], relu=True)
+    found = torch.autograd.grad(y, inputs, along, retain_graph=True)
+    monkeypatch.setattr(norms.held, "enabled", False)
+    other = torch.autograd.grad(y, inputs, along)
+    for ours, theirs in zip(found, other, strict=True):
+        close(ours, theirs, tolerance=2.0**-7 if ours.dim() == 4 else 1e-5)
+
+
+def test_what_is_not_held(device):
+    x = channels_last(2, 40, 4, 4, device=device).to(torch.bfloat16)
+    assert norms.held.takes(x, x, x, 2, x)
+    assert not norms.held.takes(x, x.contiguous(), x, 2, x)  # dy in another order
+    assert not norms.held.takes(x, x.float(), x, 2, x)
+    assert not norms.held.takes(x, x, x, 2, None)
+    large = torch.empty(1, 64, 64, 20, dtype=x.dtype, device=device).permute(0, 3, 1, 2)
+    assert not norms.held.takes(large, large, large, 1, x)
+
+
 def test_nan_is_not_hidden(device):
     x = channels_last(2, 6, 4, 3, device=device)
     x[1, 0, 2, 2] = torch.nan

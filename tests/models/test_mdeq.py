@@ -387,8 +387,8 @@ class Watched(Serial):
 @pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"channels": (4, 4, 8), "head_channels": (1, 1, 2)}],
-    ids=["shortcuts", "identities"],
+    [{}, {"channels": (4, 4, 8), "head_channels": (1, 1, 2)}, {"outer_norm": "batch"}],
+    ids=["shortcuts", "identities", "batch norms"],
 )
 def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
     model = minimal(Broyden(max_iter=3, tol=0.0), JFB(), downsample=1, **overrides)
@@ -396,6 +396,7 @@ def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    torch.manual_seed(2)  # with others, rounding may move a number past a ReLU's corner
     images = torch.randn(3, 2, 9, 7)
     names = list(model.state_dict())
 
@@ -413,12 +414,16 @@ def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
     monkeypatch.setattr(model_file, "Parallel", lambda *a: made.append(Watched(*a)) or made[-1])
     monkeypatch.setattr(layers, "fuse", lambda *a: calls.append("fuse") or norms.fuse(*a))
     monkeypatch.setattr(layers, "merge", lambda *a: calls.append("merge") or weights.merge(*a))
+    batched = lambda *a, **k: calls.append(len(a[0])) or norms.batch_norms(*a, **k)  # noqa: E731
+    monkeypatch.setattr(layers, "batch_norms", batched)
     for module in (norms, weights):
         for name, tuning in module.TUNING.items():
             few = {"run_bytes": 1 << 20} if module is norms else {"rows": 64}
             monkeypatch.setitem(module.TUNING, name, replace(tuning, **few))
     found = outcome()
-    assert calls == ["merge"] + ["fuse"] * 3
+    # Batch norms: three of the stem, three at each scale, two on the way down, the last.
+    by_batch = [1] * 3 + [1, 1, 2] * 3 + [1] * 3
+    assert calls == ["merge", *(by_batch if "outer_norm" in overrides else ["fuse"] * 3)]
     (branches,) = made
     assert branches.used == [0, 1, 2]
     assert branches.joined

@@ -12,8 +12,8 @@ try:
 except ImportError:
     triton = tl = None
 
-    def jit(function: Any) -> Any:
-        return function
+    def jit(function: Any = None, **options: Any) -> Any:
+        return (lambda f: f) if function is None else function
 
 
 __all__ = ["jit", "tl", "triton"]

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from gdeq import kernels
-from gdeq.kernels.norms import Source, fuse, norm_act, per_sample
+from gdeq.kernels.norms import (
+    BatchSource,
+    Running,
+    Source,
+    batch,
+    batch_norms,
+    fuse,
+    norm_act,
+    per_sample,
+)
 from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
 from gdeq.models.convolution import convolution
 
@@ -70,8 +79,32 @@ class GroupNorm(nn.GroupNorm):
         return self.ready or (self.weight, self.bias)
 
 
+class BatchNorm2d(nn.BatchNorm2d):
+    """The same; in training in few kernels where those run, with a ReLU if asked."""
+
+    def forward(self, x: Tensor, relu: bool = False) -> Tensor:
+        if self.runs_as_kernels(x):
+            return batch_norms([self.source(x)], relu)
+        y = super().forward(x)
+        return torch.relu(y) if relu else y
+
+    def runs_as_kernels(self, x: Tensor) -> bool:
+        of_batch = self.training or (self.running_mean is None and self.running_var is None)
+        return batch.enabled and of_batch and runs_as_kernels(x)
+
+    def source(self, x: Tensor) -> BatchSource:
+        running = None
+        if self.training and self.running_mean is not None and self.running_var is not None:
+            counted = self.num_batches_tracked if self.track_running_stats else None
+            running = Running(self.running_mean, self.running_var, counted, self.momentum)
+        return BatchSource(x, self.weight, self.bias, running, self.eps)
+
+
+NORMS = (GroupNorm, BatchNorm2d)
+
+
 class Layers(nn.Sequential):
-    """The same; a `GroupNorm` and the ReLU behind it run together."""
+    """The same; a norm of this module and the ReLU behind it run together."""
 
     def forward(self, x: Tensor) -> Tensor:
         return run_layers(list(self), x)
@@ -83,7 +116,7 @@ def run_layers(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
     for layer, after in zip(layers, following, strict=True):
         if merged:
             merged = False
-        elif isinstance(layer, GroupNorm) and isinstance(after, nn.ReLU) and runs_as_kernels(x):
+        elif isinstance(layer, NORMS) and isinstance(after, nn.ReLU) and runs_as_kernels(x):
             x, merged = layer(x, relu=True), True
         else:
             x = layer(x)
@@ -93,23 +126,32 @@ def run_layers(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
 def added_and_relu(body: nn.Module, shortcut: nn.Module, x: Tensor) -> Tensor:
     """relu(body(x) + shortcut(x)); norms that they end in are one kernel with that."""
     norm, other = _last_norm(body), _last_norm(shortcut)
-    if norm is None or not runs_as_kernels(x):
-        return torch.relu(body(x) + shortcut(x))
-    sources, own = [_before_norm(body, norm, x)], None
-    if other is not None and (other.num_groups, other.eps) == (norm.num_groups, norm.eps):
-        sources.append(_before_norm(shortcut, other, x))
-    else:
-        own = shortcut(x)
-    return fuse(own, sources, norm.num_groups, norm.eps)
+    if isinstance(norm, GroupNorm) and runs_as_kernels(x):
+        sources, own = [_source(body, norm, x)], None
+        alike = isinstance(other, GroupNorm) and other.num_groups == norm.num_groups
+        if isinstance(other, GroupNorm) and alike and other.eps == norm.eps:
+            sources.append(_source(shortcut, other, x))
+        else:
+            own = shortcut(x)
+        return fuse(own, sources, norm.num_groups, norm.eps)
+    if isinstance(norm, BatchNorm2d) and isinstance(other, BatchNorm2d):
+        one, two = _before_norm(body, x), _before_norm(shortcut, x)
+        if norm.runs_as_kernels(one) and other.runs_as_kernels(two):
+            return batch_norms([norm.source(one), other.source(two)], relu=True)
+        return torch.relu(norm(one) + other(two))
+    return torch.relu(body(x) + shortcut(x))
 
 
-def _last_norm(layers: nn.Module) -> GroupNorm | None:
-    last = layers[-1] if isinstance(layers, Layers) else None
-    return last if isinstance(last, GroupNorm) else None
+def _last_norm(layers: nn.Module) -> nn.Module | None:
+    return layers[-1] if isinstance(layers, Layers) else None
 
 
-def _before_norm(layers: nn.Module, norm: GroupNorm, x: Tensor) -> Source:
-    return Source(run_layers(list(layers.children())[:-1], x), *norm.affine_tensors())
+def _before_norm(layers: nn.Module, x: Tensor) -> Tensor:
+    return run_layers(list(layers.children())[:-1], x)
+
+
+def _source(layers: nn.Module, norm: GroupNorm, x: Tensor) -> Source:
+    return Source(_before_norm(layers, x), *norm.affine_tensors())
 
 
 @contextlib.contextmanager

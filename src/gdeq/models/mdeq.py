@@ -17,6 +17,7 @@ from gdeq.layer import DEQ
 from gdeq.models import mdeq_fused
 from gdeq.models.branches import Parallel, Serial
 from gdeq.models.layers import (
+    BatchNorm2d,
     Layers,
     added_and_relu,
     conv,
@@ -36,7 +37,7 @@ HEAD_EXPANSION = 4
 def outer_norm(config: MDEQConfig, channels: int, affine: bool = True) -> nn.Module:
     if config.outer_norm == "group":
         return group_norm(config.groups, channels, affine=affine)
-    return nn.BatchNorm2d(channels, affine=affine)
+    return BatchNorm2d(channels, affine=affine)
 
 
 class Stem(Layers):

@@ -1,12 +1,15 @@
 """Group normalisation and what surrounds it in a multiscale cell, on channels-last tensors.
 
-    norm_act   act(norm(x))                                              single.py
-    block_end  norm₂(relu(z + norm₁(y · mask + injection)))              residual.py
-    fuse       act(own + Σ_j repeat_j(norm_j(raw_j)))                    fusion.py
+    norm_act     act(norm(x))                                              single.py
+    block_end    norm₂(relu(z + norm₁(y · mask + injection)))              residual.py
+    fuse         act(own + Σ_j repeat_j(norm_j(raw_j)))                    fusion.py
+    batch_norms  act(Σ_j norm_j(x_j)), over the batch in training          batch.py
 
 These are bound by memory, so each reads its input once and writes its output once where a tile of
 (all pixels of a sample) × (some groups) fits into registers.  Where it does not, the pixels go by
 in chunks, once for the statistics and once more for the result; the second read comes from cache.
+For groups of 20, 40, 80 … channels in bfloat16 norm_act has kernels of its own: split.py forward,
+held.py backward.
 
 Variance is Σ(x − mean)², never E[x²] − mean².  Chunks a, b of n_a, n_b numbers are joined by
 
@@ -28,6 +31,7 @@ and sums the gradients of all of them over the batch at once.
 """
 
 from gdeq.kernels.norms.affine import per_sample, per_sample_plain
+from gdeq.kernels.norms.batch import BatchSource, Running, batch_norms, batch_norms_plain
 from gdeq.kernels.norms.fusion import Source, fuse, fuse_plain
 from gdeq.kernels.norms.residual import block_end, block_end_plain
 from gdeq.kernels.norms.single import norm_act, norm_act_plain
@@ -36,7 +40,11 @@ from gdeq.kernels.norms.tiles import TUNING, choose_tile
 
 __all__ = [
     "TUNING",
+    "BatchSource",
+    "Running",
     "Source",
+    "batch_norms",
+    "batch_norms_plain",
     "block_end",
     "block_end_plain",
     "choose_tile",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gdeq.kernels.jit import jit, tl
-from gdeq.kernels.norms import split
+from gdeq.kernels.norms import held, split
 from gdeq.kernels.norms.affine import Vector, affine_arguments
 from gdeq.kernels.norms.operation import Maps, Operation, Vectors
 from gdeq.kernels.norms.pieces import (
@@ -130,6 +130,12 @@ class NormAct(Operation):
         (x,) = maps
         dx = empty_like(x)
         affine, affine_sample = affine_arguments(vectors)
+        partials = any(wanted[1:])
+        if held.takes(x, dout, dx, self.groups, affine[0]):
+            held.launch(
+                x, dout, self.groups, affine, affine_sample, stats, dx, sums, self.relu, partials
+            )
+            return [dx]
         launch(
             _norm_backward_kernel,
             "norm_backward",
@@ -146,7 +152,7 @@ class NormAct(Operation):
             sums[0].numel(),
             AFFINE=affine[0] is not None,
             RELU=self.relu,
-            PARTIALS=any(wanted[1:]),
+            PARTIALS=partials,
         )
         return [dx]
 

@@ -1,0 +1,621 @@
+"""batch_norms: batch normalisation over all samples and pixels, of one map or of the sum of two.
+
+    out = act(Σ_j w_j x̂_j + b_j),  j = 1, or j = 1, 2
+
+A channels-last map is rows × channels numbers without gaps.  It is read as if a row had
+L = lcm(channels, 64) numbers, and a program takes 64 columns of these: whole lines of memory, 16
+bytes for each thread, for 14 channels as well as for 64.  Column k holds the channel k mod channels
+alone, so that sums stay within columns until a second kernel joins the columns of each channel.
+
+    forward    moments   mean and Σ(x − mean)² of the columns of each program
+               joined    those of each channel (Chan, Golub, LeVeque 1979); running statistics
+               applied   act(Σ (x − mean) ρ w + b)
+    backward   sums      Σ g and Σ g (x − mean), g = act′ dout, of the columns of each program
+               joined    those of each channel; gradients of scales and shifts
+               applied   dx = ρ w (g − mean(g) − x̂ mean(g x̂))
+
+The second and third kernels know how many numbers each program saw from the sizes alone.  The order
+of all sums is fixed, so the results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.nn import functional
+
+from gdeq.kernels.autograd import differentiable, differentiates
+from gdeq.kernels.choice import on_device
+from gdeq.kernels.jit import jit, tl
+from gdeq.kernels.norms.affine import Vector
+from gdeq.kernels.norms.pieces import rectify
+from gdeq.kernels.norms.tensors import at_least_float32, deliver, empty_channels_last, runs
+
+enabled = True  # for comparisons
+COLUMNS = 64  # of a program: 8 threads, 16 bytes of half precision each
+LANES = 16  # rows that the other threads of 4 warps take at once
+WARPS = 4
+MOST_SOURCES = 2
+
+
+@dataclass
+class Tuning:
+    """rows: of a thread in one tile; it reads all of them before it uses the first.
+    programs: at most so many; an SM of an H200 has registers for 1 / 132 of them.
+    """
+
+    rows: int
+    programs: int
+
+
+# One entry for each kernel and number of maps.
+TUNING = {
+    ("moments", 1): Tuning(rows=4, programs=10 * 132),
+    ("apply", 1): Tuning(rows=4, programs=10 * 132),
+    ("apply", 2): Tuning(rows=2, programs=8 * 132),
+    ("sums", 1): Tuning(rows=2, programs=7 * 132),
+    ("sums", 2): Tuning(rows=2, programs=4 * 132),
+    ("apply_backward", 1): Tuning(rows=2, programs=8 * 132),
+    ("apply_backward", 2): Tuning(rows=2, programs=4 * 132),
+}
+
+
+@dataclass(frozen=True)
+class Running:
+    """The buffers of an nn.BatchNorm2d in training, which each evaluation moves."""
+
+    mean: Tensor  # (channels,)
+    var: Tensor  # (channels,), unbiased
+    batches: Tensor | None  # (), how many so far
+    momentum: float | None  # None: the mean of all batches
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.mean, self.var, self.batches) if t is not None]
+
+
+@dataclass(frozen=True)
+class BatchSource:
+    """A map before its norm.  x: (batch, channels, height, width); weight, bias: (channels,)."""
+
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    running: Running | None = None
+    eps: float = 1e-5
+
+
+def batch_norms_plain(
+    sources: Sequence[BatchSource], relu: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
+    total: Any = 0
+    for source in sources:
+        wide = at_least_float32(source.x)
+        scale = None if source.weight is None else source.weight.to(wide.dtype)
+        shift = None if source.bias is None else source.bias.to(wide.dtype)
+        running, share = source.running, 0.0
+        if running is not None:
+            if running.batches is not None:
+                running.batches.add_(1)
+            if running.momentum is not None:
+                share = running.momentum
+            elif running.batches is not None:
+                share = 1.0 / float(running.batches)
+        mean, var = (None, None) if running is None else (running.mean, running.var)
+        total = total + functional.batch_norm(
+            wide, mean, var, scale, shift, True, share, source.eps
+        )
+    return deliver(torch.relu(total) if relu else total, None, dtype or sources[0].x.dtype)
+
+
+def batch_norms(
+    sources: Sequence[BatchSource], relu: bool = False, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The sum of one or two batch norms in training, then ReLU where asked.
+
+    dtype: of the result; the default is that of the first map.
+    """
+    dtype = dtype or sources[0].x.dtype
+    tensors = [t for source in sources for t in (source.x, source.weight, source.bias)]
+    buffers = [t for s in sources if s.running is not None for t in (s.running.mean, s.running.var)]
+    sizes = {source.x.shape for source in sources}
+    first = sources[0].x
+    taken = (
+        len(sources) <= MOST_SOURCES
+        and len(sizes) == 1
+        and first.numel() > first.shape[1]  # else PyTorch's error: one number has no variance
+        and runs(*tensors, *buffers)
+    )
+    if not taken:
+        return batch_norms_plain(sources, relu, dtype)
+    if differentiates(*tensors):
+        return _Differentiated.apply(sources, relu, dtype, *tensors)
+    return _forward(sources, relu, dtype)[0]
+
+
+class _Differentiated(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, sources: Sequence[BatchSource], relu: bool, dtype: torch.dtype, *tensors: Vector
+    ) -> Tensor:
+        out, stats = _forward(sources, relu, dtype)
+        ctx.save_for_backward(stats, *tensors)
+        ctx.relu, ctx.dtype, ctx.eps = relu, dtype, [source.eps for source in sources]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        stats, *tensors = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3:]
+        if torch.is_grad_enabled():
+
+            def plain(*tensors: Any) -> Tensor:
+                each = zip(tensors[::3], tensors[1::3], tensors[2::3], ctx.eps, strict=True)
+                sources = [BatchSource(x, w, b, None, eps) for x, w, b, eps in each]
+                return batch_norms_plain(sources, ctx.relu, ctx.dtype)
+
+            return None, None, None, *differentiable(plain, tensors, wanted, dout)
+        return None, None, None, *_backward(stats, tensors, dout, ctx.relu, wanted)
+
+
+# ---- launches
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the maps of this shape are divided.
+
+    length: L.  tiles: of `height` rows of L numbers; each program takes `each` of them, or fewer.
+    """
+
+    total: int
+    channels: int
+    length: int
+    height: int
+    tiles: int
+    each: int
+
+    @property
+    def splits(self) -> int:
+        return -(-self.tiles // self.each)
+
+    @property
+    def partials(self) -> int:
+        """Sums of one channel that wait to be joined."""
+        return self.splits * (self.length // self.channels)
+
+    def launch(self, kernel: Any, like: Tensor, *arguments: Any, **options: Any) -> None:
+        with on_device(like):
+            kernel[(self.splits * (self.length // COLUMNS),)](
+                *arguments,
+                self.total,
+                self.channels,
+                self.tiles,
+                self.each,
+                L=self.length,
+                EVEN=self.total == self.tiles * self.height * self.length,
+                COLUMNS=COLUMNS,
+                LANES=LANES,
+                ROWS=self.height // LANES,
+                **options,
+                num_warps=WARPS,
+            )
+
+    def join(self, kernel: Any, like: Tensor, *arguments: Any, **options: Any) -> None:
+        few = self.partials <= 256
+        with on_device(like):
+            kernel[(self.channels,)](
+                *arguments,
+                self.total,
+                self.channels,
+                self.length // self.channels,
+                self.each * self.height,
+                self.partials,
+                MOST=COLUMNS,
+                BLOCK=256 if few else 2048,
+                **options,
+                num_warps=2 if few else 8,
+            )
+
+
+def _plan(like: Tensor, kernel: str, sources: int) -> _Plan:
+    tuning = TUNING[kernel, sources]
+    channels = like.shape[1]
+    length = math.lcm(channels, COLUMNS)
+    height = LANES * tuning.rows
+    tiles = -(-like.numel() // (length * height))
+    each = -(-tiles // max(1, tuning.programs // (length // COLUMNS)))
+    return _Plan(like.numel(), channels, length, height, tiles, each)
+
+
+def _flat(x: Tensor) -> Tensor:  # (batch, height, width, channels)
+    return x.permute(0, 2, 3, 1).contiguous()
+
+
+def _pairs(found: Sequence[Any]) -> tuple[Any, Any]:
+    """As kernels take them; the only one stands for the second too."""
+    return found[0], found[-1]
+
+
+def _forward(
+    sources: Sequence[BatchSource], relu: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The result, and mean, ρ w, shift and ρ of each column of each map, (maps, 4, L)."""
+    like = sources[0].x
+    maps = [_flat(source.x) for source in sources]
+    plan = _plan(like, "moments", 1)
+    stats = like.new_empty((len(sources), 4, plan.length), dtype=torch.float32)
+    for i, source in enumerate(sources):
+        running = source.running
+        partials = stats.new_empty((2, plan.channels, plan.partials))
+        batches = None if running is None else running.batches
+        counted = batches is not None
+        plan.launch(_moments_kernel, like, maps[i], partials, batches, COUNTED=counted)
+        momentum = 0.0 if running is None else running.momentum
+        plan.join(
+            _join_moments_kernel,
+            like,
+            partials,
+            source.weight if source.weight is None else source.weight.contiguous(),
+            source.bias if source.bias is None else source.bias.contiguous(),
+            *((None, None, None) if running is None else (running.mean, running.var, batches)),
+            0.0 if momentum is None else float(momentum),
+            float(source.eps),
+            stats[i],
+            SCALED=source.weight is not None,
+            SHIFTED=source.bias is not None,
+            RUNNING=running is not None,
+            CUMULATIVE=momentum is None and counted,
+        )
+        if running is not None:
+            increment_version(running.tensors())
+    out = empty_channels_last(like.shape, dtype, like.device)
+    plan = _plan(like, "apply", len(sources))
+    plan.launch(_apply_kernel, like, *_pairs(maps), stats, out, TWO=len(sources) > 1, RELU=relu)
+    return out, stats
+
+
+def _backward(
+    stats: Tensor, tensors: Sequence[Any], dout: Tensor, relu: bool, wanted: Sequence[bool]
+) -> list[Vector]:
+    like = tensors[0]
+    maps = [_flat(x) for x in tensors[::3]]
+    dout = _flat(dout)
+    count = len(maps)
+    plan = _plan(like, "sums", count)
+    partials = stats.new_empty((1 + count, plan.channels, plan.partials))
+    vectors = stats.new_empty((count, 2, plan.channels))
+    slopes = stats.new_empty((count, 2, plan.length))
+    shape = {"TWO": count > 1, "RELU": relu}
+    plan.launch(_sums_kernel, like, dout, *_pairs(maps), stats, partials, **shape)
+    plan.join(_join_sums_kernel, like, partials, stats, vectors, slopes, TWO=count > 1)
+    found: list[Vector] = [None] * len(tensors)
+    for i in range(count):
+        for k in (1, 2):
+            if wanted[3 * i + k]:
+                found[3 * i + k] = vectors[i, k - 1].to(tensors[3 * i + k].dtype)
+    if any(wanted[::3]):
+        made = [empty_channels_last(x.shape, x.dtype, x.device) for x in tensors[::3]]
+        plan = _plan(like, "apply_backward", count)
+        plan.launch(
+            _apply_backward_kernel, like, dout, *_pairs(maps), stats, slopes, *_pairs(made), **shape
+        )
+        found[::3] = made
+    return found
+
+
+# ---- kernels
+
+# One kernel for all of them; `total` is one for multiples of 16 and one for the rest.
+SIZES = ("channels", "repeats", "tiles", "each", "height", "waiting")
+
+
+@jit
+def _work(tiles, each, L: tl.constexpr, COLUMNS: tl.constexpr):
+    """The program's number among those of the same columns, these, its first tile, how many."""
+    BLOCKS: tl.constexpr = L // COLUMNS
+    split = tl.program_id(0) // BLOCKS
+    column = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
+    first = split * each
+    return split, column, first, tl.minimum(tiles - first, each)
+
+
+@jit
+def _tile(number, total, column, L: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
+    """Where a tile starts, its numbers from there, and which of them there are.
+
+    (ROWS, LANES, COLUMNS): a thread has all ROWS of its lane and columns.
+    """
+    start = number.to(tl.int64) * (ROWS * LANES * L)
+    row = tl.arange(0, ROWS)[:, None, None] * LANES + tl.arange(0, LANES)[None, :, None]
+    at = row * L + column[None, None, :]
+    return start, at, at < total - start
+
+
+@jit
+def _read(base, start, at, mask, EVEN: tl.constexpr):
+    if EVEN:
+        x = tl.load(base + start + at)
+    else:
+        x = tl.load(base + start + at, mask=mask, other=0.0)
+    return x.to(tl.float32)
+
+
+@jit
+def _write(base, start, at, mask, value, EVEN: tl.constexpr):
+    value = value.to(base.dtype.element_ty)
+    if EVEN:
+        tl.store(base + start + at, value)
+    else:
+        tl.store(base + start + at, value, mask=mask)
+
+
+@jit
+def _partial(column, split, channels, L: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where the sum of a column goes, and how far from there those of the next kind are.
+
+    The sums of a channel lie together.
+    """
+    repeats = L // channels
+    waiting = tl.num_programs(0) // (L // COLUMNS) * repeats
+    where = (column % channels) * waiting + split * repeats + column // channels
+    return where, channels * waiting
+
+
+@jit
+def _columns(stats, number: tl.constexpr, column, L: tl.constexpr):
+    return tl.load(stats + number * L + column)[None, None, :]
+
+
+@jit(do_not_specialize=SIZES)
+def _moments_kernel(
+    x, partials, batches, total, channels, tiles, each,
+    L: tl.constexpr, EVEN: tl.constexpr,
+    COLUMNS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    COUNTED: tl.constexpr,
+):  # fmt: skip
+    if COUNTED:  # here, since all programs of the next kernel may read it
+        one = tl.program_id(0) == 0
+        tl.store(batches, tl.load(batches, mask=one) + 1, mask=one)
+    split, column, first, count = _work(tiles, each, L, COLUMNS)
+    mean = tl.zeros((LANES, COLUMNS), tl.float32)
+    squares = tl.zeros((LANES, COLUMNS), tl.float32)
+    seen = tl.zeros((LANES, COLUMNS), tl.float32)
+    for i in range(0, count):
+        start, at, mask = _tile(first + i, total, column, L, LANES, ROWS)
+        tile = _read(x, start, at, mask, EVEN)
+        if EVEN:
+            share = 1 / (i + 1.0)
+            tile_mean = tl.sum(tile, axis=0) * (1.0 / ROWS)
+            off = tile - tile_mean[None, :, :]
+            delta = tile_mean - mean
+            squares += tl.sum(off * off, axis=0) + delta * delta * (i * ROWS * share)
+            mean += delta * share
+        else:
+            new = tl.sum(mask.to(tl.float32), axis=0)
+            share = new / tl.maximum(seen + new, 1.0)
+            tile_mean = tl.sum(tile, axis=0) / tl.maximum(new, 1.0)
+            off = tl.where(mask, tile - tile_mean[None, :, :], 0.0)
+            delta = tile_mean - mean
+            squares += tl.sum(off * off, axis=0) + delta * delta * (seen * share)
+            mean += delta * share
+            seen += new
+    if EVEN:
+        middle = tl.sum(mean, axis=0) * (1.0 / LANES)
+        off = mean - middle[None, :]
+        spread = tl.sum(squares + off * off * (count * ROWS * 1.0), axis=0)
+    else:
+        middle = tl.sum(seen * mean, axis=0) / tl.maximum(tl.sum(seen, axis=0), 1.0)
+        off = mean - middle[None, :]
+        spread = tl.sum(squares + off * off * seen, axis=0)
+    where, next_kind = _partial(column, split, channels, L, COLUMNS)
+    tl.store(partials + where, middle)
+    tl.store(partials + next_kind + where, spread)
+
+
+@jit
+def _counts(number, channel, total, channels, repeats, height, waiting):
+    """How many numbers went into the partial sums of these numbers; height: rows of a program."""
+    length = channels * repeats
+    rows = (total - (number % repeats * channels + channel) + length - 1) // length
+    rows -= number // repeats * height
+    rows = tl.minimum(tl.maximum(rows, 0), height)
+    return tl.where(number < waiting, rows, 0).to(tl.float32)
+
+
+@jit
+def _repeat(vector, number: tl.constexpr, value, channel, channels, repeats, MOST: tl.constexpr):
+    """A number of a channel, in all its columns of the vector of this number."""
+    k = tl.arange(0, MOST)
+    where = vector + (number * repeats + k) * channels + channel
+    tl.store(where, value + tl.zeros((MOST,), tl.float32), mask=k < repeats)
+
+
+@jit(do_not_specialize=SIZES)
+def _join_moments_kernel(
+    partials, weight, bias, running_mean, running_var, batches, momentum, eps, stats,
+    total, channels, repeats, height, waiting,
+    MOST: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, SHIFTED: tl.constexpr,
+    RUNNING: tl.constexpr, CUMULATIVE: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0)
+    means = partials + channel * waiting
+    spreads = means + channels * waiting
+    amount = (total // channels).to(tl.float32)
+    part = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, waiting, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        n = _counts(i, channel, total, channels, repeats, height, waiting)
+        part += n * tl.load(means + i, mask=i < waiting, other=0.0)
+    mean = tl.sum(part) / amount
+    part = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, waiting, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        n = _counts(i, channel, total, channels, repeats, height, waiting)
+        off = tl.load(means + i, mask=i < waiting, other=0.0) - mean
+        spread = tl.load(spreads + i, mask=i < waiting, other=0.0)
+        part += spread + tl.where(n > 0, n * off * off, 0.0)
+    squares = tl.sum(part)
+    rho = tl.rsqrt(squares / amount + eps)
+    factor = rho
+    if SCALED:
+        factor = rho * tl.load(weight + channel).to(tl.float32)
+    shift = rho * 0.0
+    if SHIFTED:
+        shift = tl.load(bias + channel).to(tl.float32)
+    _repeat(stats, 0, mean, channel, channels, repeats, MOST)
+    _repeat(stats, 1, factor, channel, channels, repeats, MOST)
+    _repeat(stats, 2, shift, channel, channels, repeats, MOST)
+    _repeat(stats, 3, rho, channel, channels, repeats, MOST)
+    if RUNNING:
+        share = momentum
+        if CUMULATIVE:
+            share = 1.0 / tl.load(batches).to(tl.float32)
+        old = tl.load(running_mean + channel).to(tl.float32)
+        new = (1 - share) * old + share * mean
+        tl.store(running_mean + channel, new.to(running_mean.dtype.element_ty))
+        old = tl.load(running_var + channel).to(tl.float32)
+        new = (1 - share) * old + share * (squares / (amount - 1))
+        tl.store(running_var + channel, new.to(running_var.dtype.element_ty))
+
+
+@jit(do_not_specialize=SIZES)
+def _apply_kernel(
+    x, other, stats, out, total, channels, tiles, each,
+    L: tl.constexpr, EVEN: tl.constexpr,
+    COLUMNS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    TWO: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    _, column, first, count = _work(tiles, each, L, COLUMNS)
+    mean, factor = _columns(stats, 0, column, L), _columns(stats, 1, column, L)
+    shift = _columns(stats, 2, column, L)
+    if TWO:
+        other_mean, other_factor = _columns(stats, 4, column, L), _columns(stats, 5, column, L)
+        shift += _columns(stats, 6, column, L)
+    for i in range(0, count):
+        # Backwards: what `_moments_kernel` read last is still in the cache.
+        start, at, mask = _tile(first + count - 1 - i, total, column, L, LANES, ROWS)
+        y = (_read(x, start, at, mask, EVEN) - mean) * factor + shift
+        if TWO:
+            y += (_read(other, start, at, mask, EVEN) - other_mean) * other_factor
+        if RELU:
+            y = rectify(y)
+        _write(out, start, at, mask, y, EVEN)
+
+
+@jit(do_not_specialize=SIZES)
+def _sums_kernel(
+    dout, x, other, stats, partials, total, channels, tiles, each,
+    L: tl.constexpr, EVEN: tl.constexpr,
+    COLUMNS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    TWO: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    split, column, first, count = _work(tiles, each, L, COLUMNS)
+    mean, factor = _columns(stats, 0, column, L), _columns(stats, 1, column, L)
+    shift = _columns(stats, 2, column, L)
+    ones = tl.zeros((LANES, COLUMNS), tl.float32)
+    along = tl.zeros((LANES, COLUMNS), tl.float32)
+    if TWO:
+        other_mean, other_factor = _columns(stats, 4, column, L), _columns(stats, 5, column, L)
+        shift += _columns(stats, 6, column, L)
+        other_along = tl.zeros((LANES, COLUMNS), tl.float32)
+    for i in range(0, count):
+        start, at, mask = _tile(first + i, total, column, L, LANES, ROWS)
+        g = _read(dout, start, at, mask, EVEN)
+        off = _read(x, start, at, mask, EVEN) - mean
+        y = off * factor + shift
+        if TWO:
+            other_off = _read(other, start, at, mask, EVEN) - other_mean
+            y += other_off * other_factor
+        if RELU:
+            g = tl.where(y > 0, g, 0.0)
+        ones += tl.sum(g, axis=0)
+        along += tl.sum(g * off, axis=0)
+        if TWO:
+            other_along += tl.sum(g * other_off, axis=0)
+    where, next_kind = _partial(column, split, channels, L, COLUMNS)
+    tl.store(partials + where, tl.sum(ones, axis=0))
+    tl.store(partials + next_kind + where, tl.sum(along, axis=0))
+    if TWO:
+        tl.store(partials + 2 * next_kind + where, tl.sum(other_along, axis=0))
+
+
+@jit
+def _total(base, waiting, BLOCK: tl.constexpr):
+    part = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, waiting, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        part += tl.load(base + i, mask=i < waiting, other=0.0)
+    return tl.sum(part)
+
+
+@jit
+def _gradients(
+    ones, along, stats, vectors, slopes, channel, amount, channels, repeats, MOST: tl.constexpr
+):
+    """Of scale and shift; and a, b of dx = ρ w g − a − (x − mean) b, in all columns."""
+    length = channels * repeats
+    factor, rho = tl.load(stats + length + channel), tl.load(stats + 3 * length + channel)
+    tl.store(vectors + channel, along * rho)
+    tl.store(vectors + channels + channel, ones)
+    a, b = factor * (ones / amount), factor * (along * rho / amount) * rho
+    _repeat(slopes, 0, a, channel, channels, repeats, MOST)
+    _repeat(slopes, 1, b, channel, channels, repeats, MOST)
+
+
+@jit(do_not_specialize=SIZES)
+def _join_sums_kernel(
+    partials, stats, vectors, slopes, total, channels, repeats, height, waiting,
+    MOST: tl.constexpr, BLOCK: tl.constexpr,
+    TWO: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(0)
+    amount = (total // channels).to(tl.float32)
+    partials += channel * waiting
+    ones = _total(partials, waiting, BLOCK)
+    along = _total(partials + channels * waiting, waiting, BLOCK)
+    _gradients(ones, along, stats, vectors, slopes, channel, amount, channels, repeats, MOST)
+    if TWO:
+        along = _total(partials + 2 * channels * waiting, waiting, BLOCK)
+        stats += 4 * channels * repeats
+        vectors += 2 * channels
+        slopes += 2 * channels * repeats
+        _gradients(ones, along, stats, vectors, slopes, channel, amount, channels, repeats, MOST)
+
+
+@jit(do_not_specialize=SIZES)
+def _apply_backward_kernel(
+    dout, x, other, stats, slopes, dx, other_dx, total, channels, tiles, each,
+    L: tl.constexpr, EVEN: tl.constexpr,
+    COLUMNS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    TWO: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    _, column, first, count = _work(tiles, each, L, COLUMNS)
+    mean, factor = _columns(stats, 0, column, L), _columns(stats, 1, column, L)
+    shift = _columns(stats, 2, column, L)
+    a, b = _columns(slopes, 0, column, L), _columns(slopes, 1, column, L)
+    if TWO:
+        other_mean, other_factor = _columns(stats, 4, column, L), _columns(stats, 5, column, L)
+        shift += _columns(stats, 6, column, L)
+        other_a, other_b = _columns(slopes, 2, column, L), _columns(slopes, 3, column, L)
+    for i in range(0, count):
+        # Backwards: what `_sums_kernel` read last is still in the cache.
+        start, at, mask = _tile(first + count - 1 - i, total, column, L, LANES, ROWS)
+        g = _read(dout, start, at, mask, EVEN)
+        off = _read(x, start, at, mask, EVEN) - mean
+        y = off * factor + shift
+        if TWO:
+            other_off = _read(other, start, at, mask, EVEN) - other_mean
+            y += other_off * other_factor
+        if RELU:
+            g = tl.where(y > 0, g, 0.0)
+        _write(dx, start, at, mask, g * factor - a - off * b, EVEN)
+        if TWO:
+            value = g * other_factor - other_a - other_off * other_b
+            _write(other_dx, start, at, mask, value, EVEN)
