@@ -21,7 +21,7 @@ AXES: dict[str, list[int]] = {
     "batch": [32, 64, 128, 256, 512, 1024],
     "side": [16, 32, 64],
     "forward": [3, 9, 18, 36],
-    "memory": [2, 6, 12, 18],  # a memory for all 18 steps is the product form
+    "memory": [2, 6, 18],  # a memory for all 18 steps is the product form
 }
 KINDS = ("convolutions", "norms", "solver", "optimiser", "other")  # side by side: counted each
 

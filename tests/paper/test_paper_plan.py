@@ -6,6 +6,7 @@ from paper_runs import SETTINGS
 from gdeq.paper import plan
 from gdeq.report.methods import label
 from gdeq.training.config import ConfigError, differences
+from gdeq.training.similarity import methods_for
 
 
 def in_group(name):
@@ -29,10 +30,11 @@ def test_table_2_is_one_recipe_with_the_papers_steps():
     assert (npg.steps, npg.damping) == (5, 0.5)
     for name, config in configs.items():
         changed = {text.partition(":")[0] for text in differences(base, config)}
-        assert {key for key in changed if not key.startswith(("gradient.", "adapt."))} <= {
-            "seed",
-            "snapshots",
-        }, name
+        allowed = {"seed", "snapshots"}
+        if config.adapt.enabled:  # which is to need less
+            allowed |= {"epochs", "solver.max_iter"}
+        other = {key for key in changed if not key.startswith(("gradient.", "adapt."))}
+        assert other <= allowed, name
 
 
 def test_forward_steps_are_varied_for_five_methods():
@@ -43,6 +45,13 @@ def test_forward_steps_are_varied_for_five_methods():
     assert gradients["gdeq-refine1"].refine == 1
     assert gradients["gdeq-tolerance"].tolerance is not None
     assert len({r.config().solver.tol for r in in_group("tolerance")}) == 3
+
+
+def test_the_study_compares_a_runs_own_gradient():
+    for run in in_group("steps"):
+        names = list(methods_for(run.config(), alone=run.alone))
+        assert plan.title(run.row) in names
+        assert len(names) == 1 or run.row == "gdeq"
 
 
 def test_a_run_whose_gradients_are_compared_is_named_by_its_method():

@@ -259,6 +259,7 @@ class Journey:
                 config.device,
                 self.measure.tol,
                 self.tell,
+                run.alone,
             ):
                 pass
             free()

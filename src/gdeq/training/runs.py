@@ -159,11 +159,12 @@ def measure_similarity(
     device: str | None = None,
     exact_tol: float = 1e-4,
     tell: Callable[[str], None] = print,
+    alone: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Compare the gradients on the run's snapshots, epoch by epoch, into ``similarity.jsonl``.
 
     An epoch is written once it is complete, in place of what an earlier call found for it; the
-    records of the others stay.
+    records of the others stay.  alone: only the method that the run was trained with.
     """
     check_exact_tol(exact_tol)
     run = RunFolder.open(path)
@@ -176,7 +177,7 @@ def measure_similarity(
     missing = [epoch for epoch in chosen if epoch not in found]
     if missing:
         raise RunError(f"no snapshot of epoch {missing[0]}; there are {sorted(found)}")
-    own, methods = run.config().solver.build(), methods_for(run.config())
+    own, methods = run.config().solver.build(), methods_for(run.config(), alone)
     others = {name: solver_for(method, own) for name, method in methods.items()}
     replaced = [name for name, solver in others.items() if solver != own]
     if replaced:

@@ -92,12 +92,16 @@ def similarity(
             yield {"epoch": epoch, "batch": index, **record}
 
 
-def methods_for(config: Config) -> dict[str, Gradient]:
-    """`METHODS`, and the run's own where it is none of them."""
+def methods_for(config: Config, alone: bool = False) -> dict[str, Gradient]:
+    """`METHODS`, and the run's own where it is none of them; or its own alone."""
     own = config.gradient.build()
-    if not isinstance(own, GDEQ) or own.tolerance is None:
+    if isinstance(own, GDEQ) and own.tolerance is not None:
+        added: dict[str, Gradient] = {f"GDEQ tolerance {own.tolerance}": own}
+        return added if alone else {**METHODS, **added}
+    if not alone:
         return METHODS
-    return {**METHODS, f"GDEQ tolerance {own.tolerance}": own}
+    same = {n: m for n, m in METHODS.items() if m in (own, Measured(own))}
+    return same or METHODS  # Implicit, and refinements that are not in the list
 
 
 def _compare(
