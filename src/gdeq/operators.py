@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gdeq.kernels import choice
+from gdeq.kernels.autograd import differentiates
 from gdeq.options import count
 from gdeq.state import State, StateSpace, full_precision
 
@@ -143,15 +145,22 @@ def safe_norms(*vectors: Tensor) -> tuple[Tensor, ...]:  # (batch, d) each -> (b
     which samples, more care is needed.
     """
     if vectors[0].device.type != "cpu" and vectors[0].dtype == torch.float32:
-        return tuple(
-            torch.linalg.vector_norm(a, dim=1, dtype=torch.float64).to(a.dtype) for a in vectors
-        )
+        return tuple(_norm_by_float64(a) for a in vectors)
     plain = tuple(norm(a) for a in vectors)
     if vectors[0].device.type == "cpu" and plain[0].numel():
         least, largest = torch.stack(plain).aminmax()
         if least > 1e-15 and largest < 1e15:
             return plain
     return tuple(_careful_norm(a, size) for a, size in zip(vectors, plain, strict=True))
+
+
+def _norm_by_float64(a: Tensor) -> Tensor:  # (batch, d) -> (batch,)
+    if choice.chosen(a) == "triton" and not differentiates(a):
+        from gdeq.kernels import lengths  # noqa: PLC0415 (needs Triton)
+
+        if lengths.takes(a):
+            return lengths.norms(a)
+    return torch.linalg.vector_norm(a, dim=1, dtype=torch.float64).to(a.dtype)
 
 
 def _careful_norm(a: Tensor, plain: Tensor) -> Tensor:  # (batch, d), (batch,) -> (batch,)
