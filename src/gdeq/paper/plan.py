@@ -62,7 +62,7 @@ OWN: dict[str, tuple[str, ...]] = {
     # 28 epochs, in half of plain GDEQ's time; the test is solved with 12 steps.
     "adaptive": (
         *("gradient=gdeq", "adapt.enabled=true", "adapt.forward=0.1", "adapt.backward=0.6"),
-        *("adapt.steps=[4,5,6,7,9,12]", "adapt.refine=[1,2,3,5]", "adapt.room=0.5"),
+        *("adapt.steps=[4,5,6,7,9]", "adapt.refine=[1,2,3]", "adapt.room=0.5"),
         *("solver.max_iter=12", "epochs=28"),
     ),
 }
