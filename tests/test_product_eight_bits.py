@@ -306,6 +306,7 @@ def test_only_where_steps_are_rounded_and_the_kernels_run(monkeypatch):
         assert store_dtype(z, torch.finfo(dtype).eps, eight_bits=True) == dtype
     z = torch.zeros(2, 5)
     assert store_dtype(z, HALF) == torch.bfloat16
+    assert store_dtype(z, torch.finfo(torch.float16).eps) == torch.bfloat16
     assert store_dtype(z, HALF, eight_bits=True) == torch.int8
     arguments = [5], z.dtype, gdeq.Broyden(3), HALF, 3, None
     assert PlainSweep(z, *arguments).steps.dtype == torch.bfloat16

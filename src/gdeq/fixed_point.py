@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.gradients import GDEQ, Gradient, Implicit, Unrolled, relative_norm
+from gdeq.gradients import DEFAULT, Gradient, Implicit, Unrolled, relative_norm
 from gdeq.operators import safe_norms
 from gdeq.options import describe
 from gdeq.recording import recording
@@ -325,7 +325,7 @@ def fixed_point(
     f: Callable[[State], State],
     z0: State,
     solver: Solver | None = Broyden(),  # noqa: B008 (frozen)
-    gradient: Gradient = GDEQ(),  # noqa: B008 (frozen)
+    gradient: Gradient = DEFAULT,
 ) -> Solution:
     """Find z = f(z) from ``z0``; ``.z`` of the result carries gradients to all that f closes over.
 

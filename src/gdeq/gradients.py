@@ -213,6 +213,11 @@ class GDEQ(Gradient):
         return Cotangent(w, vjps, residual, self.tolerance, fell_back)
 
 
+# For whoever does not choose.  Not the paper's plain reuse: on MDEQ and CIFAR-10 that is no better
+# than JFB, and one VJP makes up for most of it (docs/results.md); the residual is measured too.
+DEFAULT = GDEQ(refine=1)
+
+
 @options
 class Measured(Gradient):
     """Another gradient, with its residual measured (for `JFB` and plain `GDEQ`, which need no J).

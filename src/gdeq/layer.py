@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gdeq.fixed_point import check_pair, solve_and_attach
-from gdeq.gradients import GDEQ, Gradient
+from gdeq.gradients import DEFAULT, Gradient
 from gdeq.options import describe
 from gdeq.regularize import hold
 from gdeq.solution import Solution
@@ -59,7 +59,7 @@ class DEQ(nn.Module):
         self,
         cell: Callable[..., State],
         solver: Solver | None = Broyden(max_iter=18, tol=1e-3),  # noqa: B008 (frozen)
-        gradient: Gradient = GDEQ(),  # noqa: B008 (frozen)
+        gradient: Gradient = DEFAULT,
         **unknown: Never,
     ) -> None:
         super().__init__()

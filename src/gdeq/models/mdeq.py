@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gdeq.gradients import GDEQ, Gradient
+from gdeq.gradients import DEFAULT, Gradient
 from gdeq.layer import DEQ
 from gdeq.models import mdeq_fused
 from gdeq.models.branches import Parallel, Serial
@@ -157,7 +157,7 @@ class MDEQ(nn.Module):
         self,
         config: MDEQConfig,
         solver: Solver | None = Broyden(max_iter=18, tol=1e-3),  # noqa: B008 (frozen)
-        gradient: Gradient = GDEQ(),  # noqa: B008 (frozen)
+        gradient: Gradient = DEFAULT,
     ) -> None:
         super().__init__()
         self.config = config
@@ -185,7 +185,7 @@ def mdeq(
     classes: int = 10,
     image_shape: Shape = (3, 32, 32),
     solver: Solver | None = Broyden(max_iter=18, tol=1e-3),  # noqa: B008 (frozen)
-    gradient: Gradient = GDEQ(),  # noqa: B008 (frozen)
+    gradient: Gradient = DEFAULT,
     **overrides: Any,
 ) -> MDEQ:
     """A named size, "small", "tiny" or "large", for images of this shape, channels first.

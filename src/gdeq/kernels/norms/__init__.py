@@ -8,8 +8,8 @@
 These are bound by memory, so each reads its input once and writes its output once where a tile of
 (all pixels of a sample) × (some groups) fits into registers.  Where it does not, the pixels go by
 in chunks, once for the statistics and once more for the result; the second read comes from cache.
-For groups of 20, 40, 80 … channels in bfloat16 norm_act has kernels of its own: split.py forward,
-held.py backward.
+For groups of 20, 40, 80 … channels norm_act has kernels of its own: split.py forward in half
+precision, held.py backward in bfloat16.
 
 Variance is Σ(x − mean)², never E[x²] − mean².  Chunks a, b of n_a, n_b numbers are joined by
 

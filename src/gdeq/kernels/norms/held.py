@@ -25,7 +25,7 @@ WARPS = 4  # at least
 
 
 def takes(x: Tensor, dy: Tensor, dx: Tensor, groups: int, weight: Tensor | None) -> bool:
-    if not enabled:
+    if not enabled or x.dtype != torch.bfloat16:
         return False
     return split.takes(x, dx, groups, weight) and split.takes(dy, dx, groups, weight)
 

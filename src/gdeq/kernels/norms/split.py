@@ -1,9 +1,9 @@
-"""`single._norm_kernel` in bfloat16 for groups of 5·q channels, q a power of two (expanded maps).
+"""`single._norm_kernel` in half precision for groups of 5·q channels, q a power of two.
 
-There 20 channels are 32 columns, of which 12 are masked, and a program of 16 warps fills an SM
-alone: its loads, sums and stores do not overlap with anybody's.  Here a program takes one group,
-pixels × 4q and pixels × q numbers, two in a register, without a masked lane, and two or more
-programs share an SM.
+These are the expanded maps.  In `single` 20 channels are 32 columns, of which 12 are masked, and a
+program of 16 warps fills an SM alone: its loads, sums and stores do not overlap with anybody's.
+Here a program takes one group, pixels × 4q and pixels × q numbers, two in a register, without a
+masked lane, and two or more programs share an SM.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def takes(x: Tensor, out: Tensor, groups: int, weight: Tensor | None) -> bool:
         return False
     sample, _, row, pixel = x.stride()
     in_pairs = not any(number % 2 for number in (sample, row, pixel, x.storage_offset()))
-    half = x.dtype == out.dtype == torch.bfloat16
+    half = x.dtype == out.dtype and x.dtype in (torch.bfloat16, torch.float16)
     return half and in_pairs and pixel_strides(x) is not None
 
 
@@ -75,13 +75,17 @@ def launch(
 
 
 @jit
-def _low(pair):
-    return (pair << 16).to(tl.float32, bitcast=True)
+def _low(pair, BRAIN: tl.constexpr):
+    if BRAIN:  # the upper half of a float32
+        return (pair << 16).to(tl.float32, bitcast=True)
+    return pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @jit
-def _high(pair):
-    return (pair & -65536).to(tl.float32, bitcast=True)
+def _high(pair, BRAIN: tl.constexpr):
+    if BRAIN:
+        return (pair & -65536).to(tl.float32, bitcast=True)
+    return (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @jit
@@ -94,10 +98,11 @@ def _finish(
     out, where, pair, mean, rho, weight, bias, at,
     PIXELS: tl.constexpr, N: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
+    BRAIN: tl.constexpr = out.dtype.element_ty == tl.bfloat16
     scale0, scale1 = _even_odd(weight, at, N)
     shift0, shift1 = _even_odd(bias, at, N)
-    low = (_low(pair) - mean) * (rho * scale0)[None, :] + shift0[None, :]
-    high = (_high(pair) - mean) * (rho * scale1)[None, :] + shift1[None, :]
+    low = (_low(pair, BRAIN) - mean) * (rho * scale0)[None, :] + shift0[None, :]
+    high = (_high(pair, BRAIN) - mean) * (rho * scale1)[None, :] + shift1[None, :]
     if RELU:  # a NaN stays one
         low = tl.maximum(low, 0.0, propagate_nan=tl.PropagateNan.ALL)
         high = tl.maximum(high, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -119,7 +124,8 @@ def _norm_split_kernel(
     RELU: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
-    """x: pairs of bfloat16 as int32, and its strides in pairs."""
+    """x: pairs of numbers of out's dtype as int32, and its strides in pairs."""
+    BRAIN: tl.constexpr = out.dtype.element_ty == tl.bfloat16
     CPG: tl.constexpr = 5 * Q
     COUNT: tl.constexpr = PIXELS * CPG
     # Backwards: what the convolution wrote last is still in the cache.
@@ -131,8 +137,10 @@ def _norm_split_kernel(
     pixel = tl.arange(0, PIXELS)
     a = tl.load(x + pixel[:, None] * x_pixel + tl.arange(0, 2 * Q)[None, :])
     b = tl.load(x + pixel[:, None] * x_pixel + (2 * Q + tl.arange(0, Q // 2))[None, :])
-    mean = (tl.sum(_low(a) + _high(a)) + tl.sum(_low(b) + _high(b))) * (1.0 / COUNT)
-    a0, a1, b0, b1 = _low(a) - mean, _high(a) - mean, _low(b) - mean, _high(b) - mean
+    sum_a = tl.sum(_low(a, BRAIN) + _high(a, BRAIN))
+    mean = (sum_a + tl.sum(_low(b, BRAIN) + _high(b, BRAIN))) * (1.0 / COUNT)
+    a0, a1 = _low(a, BRAIN) - mean, _high(a, BRAIN) - mean
+    b0, b1 = _low(b, BRAIN) - mean, _high(b, BRAIN) - mean
     squares = tl.sum(a0 * a0 + a1 * a1) + tl.sum(b0 * b0 + b1 * b1)
     rho = tl.rsqrt(squares * (1.0 / COUNT) + eps)
     if KEEP:
