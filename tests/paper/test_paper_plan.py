@@ -30,7 +30,7 @@ def test_table_2_is_one_recipe_with_the_papers_steps():
     assert (npg.steps, npg.damping) == (5, 0.5)
     for name, config in configs.items():
         changed = {text.partition(":")[0] for text in differences(base, config)}
-        allowed = {"seed", "snapshots"}
+        allowed = {"seed", "snapshots", "test_every"}
         if config.adapt.enabled:  # which is to need less
             allowed |= {"epochs", "solver.max_iter"}
         other = {key for key in changed if not key.startswith(("gradient.", "adapt."))}

@@ -12,8 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.nn.functional import cross_entropy
 from training_runs import PER_EPOCH, TINY
 
+from gdeq import report
 from gdeq.gradients import GDEQ, Unrolled
 from gdeq.regularize import VariationalDropout, hold, jacobian_penalty, spectral_radius
+from gdeq.report.runs import read_run
 from gdeq.solvers import Broyden
 from gdeq.training import config as configs
 from gdeq.training import loop, optimization, process, progress, records, runs
@@ -414,6 +416,26 @@ def test_jacobian_penalty_is_on_the_f_that_was_solved(trainer, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
     made.one_step(*batches(made)[1])
     assert not torch.equal(masks[0], masks[len(masks) // 2])  # but each step has its own
+
+
+def test_tests_can_be_seldom(tmp_path, few_images, monkeypatch):
+    settings = [*TINY, "epochs=5", "test_every=2"]
+    tested, real = [], loop.Trainer.evaluate
+    monkeypatch.setattr(
+        loop.Trainer, "evaluate", lambda made: tested.append(made.step // PER_EPOCH) or real(made)
+    )
+    told = runs.train(tmp_path / "run", configs.load("digits", settings))
+    assert tested == [2, 4, 5]  # the last one always
+    run = read_run(tmp_path / "run")
+    accuracies = [epoch["test_accuracy"] for epoch in run.epochs]
+    assert [a is not None for a in accuracies] == [False, True, False, True, True]
+    assert told["test_accuracy"] == run.accuracy == accuracies[-1]
+    report.write([run.path], tmp_path / "page")
+    (run.path / "summary.json").unlink()
+    lines = (run.path / "metrics.jsonl").read_text().splitlines()
+    ends = [n for n, line in enumerate(lines) if json.loads(line)["kind"] == "epoch"]
+    (run.path / "metrics.jsonl").write_text("\n".join(lines[: ends[2] + 1]) + "\n")
+    assert read_run(run.path).accuracy == accuracies[1]  # stopped after the third
 
 
 def test_no_jacobian_penalty_in_pretraining(trainer, monkeypatch):

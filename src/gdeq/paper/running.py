@@ -29,7 +29,8 @@ SMALL = (
     *("config.yaml", "environment.json", "metrics.jsonl"),
     *("summary.json", "similarity.jsonl", "failed.json"),
 )
-ASIDE = {"device", "log_every", "checkpoint_seconds", "snapshots"}  # no other experiment
+# In which one experiment may differ.
+ASIDE = {"device", "log_every", "test_every", "checkpoint_seconds", "snapshots"}
 SAVING = 10.0  # seconds kept back for the checkpoint and the archive
 LEAST = 20.0  # seconds in which it is no use to begin anything
 NEXT = 3  # runs that are named of those that are left

@@ -35,7 +35,10 @@ class Speed:
         total = config.epochs * per_epoch
         unrolled = max(0, min(config.pretrain_steps, total) - done)
         solved = total - done - unrolled
-        tests = config.epochs - done // per_epoch
+        tests = sum(
+            epoch % config.test_every == 0 or epoch == config.epochs
+            for epoch in range(done // per_epoch + 1, config.epochs + 1)
+        )
         work = unrolled * self.unrolled_step + solved * self.step + tests * self.test
         return work + START
 
@@ -49,6 +52,7 @@ def kind(config: Config) -> Config:
         pretrain_steps=min(1, config.pretrain_steps),
         snapshots=(),
         log_every=1,
+        test_every=1,
         checkpoint_seconds=0.0,
     )
 

@@ -63,7 +63,10 @@ class Run:
     @property
     def accuracy(self) -> float | None:
         """Of the final epoch, never of the best one."""
-        return self._figure("test_accuracy", "test_accuracy")
+        if self.summary is not None:
+            return number(self.summary.get("test_accuracy"))
+        tested = [number(epoch.get("test_accuracy")) for epoch in self.epochs]
+        return next((value for value in reversed(tested) if value is not None), None)
 
     @property
     def seconds(self) -> float | None:

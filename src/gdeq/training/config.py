@@ -206,6 +206,7 @@ class Config:
     jacobian_every: int = 5  # the penalty is taken at every so many steps
     jacobian_step: float | None = None  # penalty by differences of this share of z; else exact
     log_every: int = 10  # steps from one line of metrics to the next
+    test_every: int = 1  # epochs from one test to the next; the last one is always tested
     checkpoint_seconds: float = 60.0  # from one checkpoint to the next
     snapshots: tuple[int, ...] = (1, 10, 20, 50)  # epochs whose weights are kept, for similarity
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -233,6 +234,7 @@ class Config:
         if self.jacobian_step is not None:
             check_real(self, "jacobian_step", 0.0, open_low=True)
         check_integer(self, "log_every", 1)
+        check_integer(self, "test_every", 1)
         check_real(self, "checkpoint_seconds", 0.0)
         solver, gradient = self.solver.build(), self.gradient.build()
         if gradient.uses_inverse and not solver.keeps_inverse:

@@ -388,7 +388,8 @@ class Trainer:
     def _end_of_epoch(self, epoch: int) -> None:
         train = self.sums.read(self.process)
         check_finite(train["loss"], self.step, self.run.path)
-        test = self.evaluate()
+        tested = (epoch + 1) % self.config.test_every == 0 or self.step == self.total
+        test = self.evaluate() if tested else {"loss": None, "accuracy": None}
         record = {
             "kind": "epoch",
             "epoch": epoch + 1,
@@ -404,10 +405,11 @@ class Trainer:
             **self._in_use(),
         }
         self._write(record)
-        self.progress.say(
-            f"epoch {epoch + 1}/{self.config.epochs}: test accuracy {test['accuracy']:.2f} %, "
-            f"loss {test['loss']:.3f}, {self.seconds:.0f} s of training"
-        )
+        if tested:
+            self.progress.say(
+                f"epoch {epoch + 1}/{self.config.epochs}: test accuracy {test['accuracy']:.2f} %, "
+                f"loss {test['loss']:.3f}, {self.seconds:.0f} s of training"
+            )
         if self.process.first and epoch + 1 in self.config.snapshots:
             self.run.write_weights(
                 f"snapshots/epoch-{epoch + 1:03d}.safetensors", self.evaluated.state_dict()
