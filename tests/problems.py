@@ -320,12 +320,12 @@ def limited_broyden(
 
 
 def refined_cotangent(A: Tensor, P: Tensor, v: Tensor, refine: int) -> Tensor:  # -> (d,)
-    """Broyden's method on v − Aw from the reused w = Pv and the inverse −P, and one last step."""
+    """Broyden's method on v − Aw from 0 and the inverse −P: the reused w = Pv is its first step."""
 
     def g(w: Tensor) -> Tensor:
         return v - A @ w
 
-    w, inverse = paper_broyden(g, P @ v, refine - 1, inverse=-P)
+    w, inverse = paper_broyden(g, torch.zeros_like(v), refine, inverse=-P)
     return w - inverse @ g(w)
 
 

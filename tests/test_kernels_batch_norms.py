@@ -194,6 +194,32 @@ def test_one_number_has_no_variance(as_kernels, device):
         norm(torch.randn(1, 4, 1, 1, device=device))
 
 
+@pytest.mark.parametrize("own", [4, 16])
+def test_other_channels_are_pytorch_s_error(own, as_kernels, device):
+    norm = layers.BatchNorm2d(own).to(device)
+    with pytest.raises(RuntimeError, match="running_mean"):
+        norm(channels_last(2, 8, 4, 4, device=device))
+    weight, bias = affine(own, device)
+    with pytest.raises(RuntimeError, match="weight"):
+        batch_norms([BatchSource(channels_last(2, 8, 4, 4, device=device), weight, bias)])
+
+
+def test_frozen_statistics_do_not_move(as_kernels, device):
+    norm = layers.BatchNorm2d(8).to(device)
+    norm.track_running_stats = False
+    norm(channels_last(2, 8, 4, 4, device=device, offset=5.0))
+    assert bool((norm.running_mean == 0).all())
+    assert bool((norm.running_var == 1).all())
+    assert norm.num_batches_tracked == 0
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
+def test_huge_means(device):
+    x = channels_last(2, 16, 16, 16, device=device) * 1e15
+    x[0] += 3e19
+    assert bool(batch_norms([BatchSource(x, None, None)]).isfinite().all())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_rounded_once(dtype, device):
     one, two = sources_of((2, 28, 8, 8), 2, device)

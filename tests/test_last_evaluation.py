@@ -10,6 +10,7 @@ import torch
 import gdeq
 from gdeq import GDEQ, JFB, NPG, Broyden, Implicit, Measured
 from gdeq.kernels import choice
+from gdeq.solution import Status
 from problems import Dense, Image, Multiscale, Named, assert_near, leaves, pack
 
 pytest.importorskip("triton")
@@ -112,6 +113,37 @@ def test_not_without_autograd(form, monkeypatch):
     with torch.no_grad():
         gdeq.fixed_point(f, problem.z0, Broyden(STEPS, 0.0), GDEQ())
     assert calls == [False] * (STEPS + 1)
+
+
+@pytest.mark.parametrize("kind", [Dense, Multiscale])
+@pytest.mark.parametrize("gradient", [JFB(), GDEQ(refine=1)], ids=str)
+@pytest.mark.parametrize("when", [1, 3, STEPS - 1])
+def test_a_sample_that_stopped_is_differentiated_where_it_is_returned(
+    kind, gradient, when, form, monkeypatch
+):
+    class Failing(kind):
+        """Not finite for the second sample at one evaluation."""
+
+        calls = 0
+
+        def forward(self, z):
+            self.calls += 1
+            out = super().forward(z)
+            if self.calls == when + 1:
+                for leaf in leaves(out):
+                    leaf[1] = torch.nan
+            return out
+
+    expected, wanted, _ = differentiated(Failing(radius=0.9).to(DEVICE), gradient)
+    in_the_solve(monkeypatch)
+    found, gradients, _ = differentiated(Failing(radius=0.9).to(DEVICE), gradient)
+    assert found.codes[1] == Status.NONFINITE
+    assert found.codes.tolist() == expected.codes.tolist()
+    for a, b in zip(leaves(found.z), leaves(expected.z), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(gradients, wanted, strict=True):
+        assert bool(b.isfinite().all())
+        assert_near(a, b, 1e-10)
 
 
 @pytest.mark.parametrize("gradient", [JFB(), GDEQ(refine=1)], ids=str)

@@ -250,38 +250,42 @@ def test_half_precision_steps_do_not_spoil_the_gradient(form):
     assert angle(found) < 2 * angle(plain) + 1e-4
 
 
-@pytest.mark.parametrize("radius", [0.5, 0.9, 1.2])
-def test_steps_of_a_float16_f_may_be_rounded_further(radius, monkeypatch):
+@pytest.mark.parametrize("steps", [8, 30])
+def test_steps_of_a_float16_f_may_be_rounded_further(steps, monkeypatch):
     """In bfloat16 they lead as far, and leave as good an inverse, as in float32."""
-    d, batch = 300, 8
-    weight = torch.randn(d, d) * radius / d**0.5
+    d, batch = 10, 64
+    weight = 0.9 * torch.randn(batch, d, d) / d**0.5
     x, v = torch.randn(2, batch, d)
 
+    def inner(z):
+        return torch.einsum("bij,bj->bi", weight, z) + x
+
     def f(z):
-        return torch.tanh(z.half().float() @ weight.T + x).half().float()
+        return torch.tanh(inner(z.half().float())).half().float()
 
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
         monkeypatch.setattr(gdeq.product, "store_dtype", lambda *_, kept=dtype: kept)
-        precision = torch.finfo(torch.float16).eps
         with choice.use("plain"):
             found[dtype] = iterate(
-                f, torch.zeros(batch, d), gdeq.Broyden(30, 0.0), precision=precision
+                f,
+                torch.zeros(batch, d),
+                gdeq.Broyden(steps, 0.0),
+                precision=torch.finfo(torch.float16).eps,
             )
         assert found[dtype].inverse.steps.dtype == dtype
-    one, other = found.values()
-    reached = [(it.trace.amax(1) < 1e-3).nonzero()[0].item() for it in (one, other)]
-    assert abs(reached[0] - reached[1]) <= 1
-    slope = 1 - torch.tanh(one.z @ weight.T + x) ** 2
+    exactly, rounded = found.values()
+    assert rounded.residual.median() < 1.2 * exactly.residual.median() + 1e-5
+    slope = 1 - torch.tanh(inner(exactly.z)) ** 2
     matrix = torch.eye(d) - slope[:, :, None] * weight  # I − J
     exact = torch.linalg.solve(matrix.mT.double(), v.double())
 
-    def error(it):
-        w = it.inverse.T.negative_matvec(v).double()
-        return ((w - exact).norm(dim=1) / exact.norm(dim=1)).median()
+    def error(w):
+        return ((w.double() - exact).norm(dim=1) / exact.norm(dim=1)).median()
 
-    assert error(one) < 0.9
-    assert abs(error(other) - error(one)) < 0.01
+    errors = [error(it.inverse.T.negative_matvec(v)) for it in (exactly, rounded)]
+    assert errors[0] < 0.9 * error(v)  # the inverse is worth something here: v is JFB's w
+    assert abs(errors[1] - errors[0]) < 0.03 * error(v)
 
 
 def test_an_f_that_writes_into_the_same_memory_at_each_call(form):

@@ -598,7 +598,8 @@ def test_diverged_after_a_good_iterate_says_which_residual_is_which():
     best, last = solution.residual.item(), solution.trace[-1, 0].item()
     assert best < 0.1 < last
     assert "f(z) - z is larger after the last step than at the start" in str(solution.status[0])
-    shown = f"[step 5, residual {last:.1e}; the best z is returned, with residual {best:.1e}]"
+    shown = f"[step 5, residual {last:.1e}; returned is the z with the least ‖f(z) - z‖, residual "
+    shown += f"{best:.1e}]"
     assert shown in str(solution)
     calls.clear()  # without a tolerance the last z is returned: there is one residual to show
     solution = gdeq.solve(f, torch.zeros(1, 2), gdeq.Picard(max_iter=5, tol=0))

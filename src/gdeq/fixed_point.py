@@ -18,8 +18,9 @@ there one node leads from the tensors of f(z*) to those of z*.
 
 With ``tol=0`` the last iterate is known beforehand.  In a recorded step (`gdeq.capture`) f is then
 differentiated right there (`_LastEvaluation`), and the solve learns from the same values: one
-evaluation less.  Elsewhere it is not: were f not finite there, the solve would go back one iterate,
-and f must be differentiated at that one.
+evaluation less.  A sample for which f was not finite before has been taken back to the iterate that
+is returned; where f is not finite at the very last one, neither is its gradient.  Elsewhere f is
+evaluated once more, at what is returned.
 """
 
 from __future__ import annotations

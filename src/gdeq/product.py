@@ -46,6 +46,7 @@ from gdeq.kernels import choice
 from gdeq.ledger import Ledger
 from gdeq.operators import Inverse, norm, safe_norms
 from gdeq.recording import current, recording
+from gdeq.solution import Status
 from gdeq.solvers.base import Solver, noise_level
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import Vectorized, VectorMap
@@ -160,7 +161,7 @@ def store_dtype(z: Tensor, precision: float, eight_bits: bool = False) -> torch.
     """For an f in half precision bfloat16, which has the range of z.
 
     Steps of a bfloat16 f are known to no more digits.  Those of a float16 f are, to three bits
-    more, but neither the solve nor the gradient miss them (tests/test_product.py).
+    more, which neither the solve nor the gradient missed on tanh maps (tests/test_product.py).
     """
     if z.dtype != torch.float32 or precision < torch.finfo(torch.float16).eps:
         return z.dtype
@@ -178,7 +179,8 @@ def iterate(
 ) -> tuple[Any, ...]:
     """The fields of `gdeq.solve.Iterates`, except the solver's state.
 
-    last: f once more, called in its place at the iterate that is known to be the last (tol=0).
+    last: f once more, called in its place at the iterate that is known to be the last (tol=0), and
+        with the z that is returned for a sample that stopped before.
     """
     in_parts = isinstance(f, VectorMap) and f.parts_dtype is not None
     sizes = f.space.sizes if isinstance(f, VectorMap) and in_parts else [z.shape[1]]
@@ -194,11 +196,12 @@ def iterate(
     watch = solver.tol > 0
 
     def evaluate(step: int = 0) -> Tensor:
-        at_end = last is not None and step == max_steps and not watch
-        called = last if at_end else f
-        if isinstance(called, VectorMap) and in_parts:
-            return called.on_parts(sweep.parts)
-        return f(sweep.z).reshape(-1)
+        if not in_parts or not isinstance(f, VectorMap):
+            return f(sweep.z).reshape(-1)
+        if last is None or step < max_steps or watch:
+            return f.on_parts(sweep.parts)
+        sweep.go_back()
+        return last.on_parts(sweep.parts)
 
     sweep.take(0, evaluate())
     looks, step, cut = watch and not recording(z.device), 0, current() if watch else None
@@ -341,11 +344,21 @@ class PlainSweep:
         longer = torch.where(self.keep[:, t - 1], squared / denominator, 1.0)
         return longer.unsqueeze(1) * q
 
-    def settle(self, at: Tensor, last: int) -> tuple[Tensor, ProductInverse]:  # at: (batch,)
-        """z and the inverse as they were at iterate ``at`` of each sample."""
+    def go_back(self) -> None:
+        """Samples for which f was not finite return to the iterate before that."""
+        stopped = self.ledger.codes == Status.NONFINITE
+        before = self._iterate(self.ledger.steps - 1, self.max_steps)
+        self.z = torch.where(stopped.unsqueeze(1), before, self.z)
+
+    def _iterate(self, at: Tensor, last: int) -> Tensor:  # (batch,) -> (batch, d)
         z, stored = self.first.clone(), self._stored(last)
         for j in range(last):
             z = torch.where((j < at).unsqueeze(1), z + stored[:, j], z)
+        return z
+
+    def settle(self, at: Tensor, last: int) -> tuple[Tensor, ProductInverse]:  # at: (batch,)
+        """z and the inverse as they were at iterate ``at`` of each sample."""
+        z = self._iterate(at, last)
         place = torch.arange(self.keep.shape[1], device=z.device)
         keep = self.keep & (place < at.unsqueeze(1))
         scales = None if self.scales is None else self.scales.first(last + 1)

@@ -39,7 +39,7 @@ _SENTENCES = {
     Status.STALLED: "not converged: f(z) - z stays the same however z moves; f seems to have no "
     "fixed point (is it z plus a constant?)",
     Status.DIVERGED: "diverged: f(z) - z is larger after the last step than at the start (f may "
-    "not be contractive: try damping, a line search or a regulariser)",
+    "not be contractive: try line_search=3 or max_step=1 of Broyden, or gdeq.jacobian_penalty)",
     Status.NONFINITE: "stopped: f returned NaN or infinity; an earlier iterate is returned",
     Status.NONFINITE_START: "failed: f returned NaN or infinity at the first call; z0 is returned "
     "(check the inputs and parameters of f for this sample)",
@@ -163,8 +163,8 @@ class Solution:
                 residual, steps = self.residual[i].item(), int(self.steps[i])
                 told = f"step {steps}, residual {residual:.1e}"
                 if status is Status.DIVERGED and residual != (last := self.trace[-1, i].item()):
-                    told = f"step {steps}, residual {last:.1e}; the best z is returned, with "
-                    told += f"residual {residual:.1e}"
+                    told = f"step {steps}, residual {last:.1e}; returned is the z with the least "
+                    told += f"‖f(z) - z‖, residual {residual:.1e}"
                 lines.append(f"  sample {i}: {status} [{told}]")
             if len(lines) > 6:
                 lines.append("  ...")

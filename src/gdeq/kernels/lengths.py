@@ -15,11 +15,12 @@ from gdeq.kernels.choice import on_device
 BLOCK = 1024  # numbers that a program reads at once
 PROGRAMS = 4 * 132  # at least so many, if there is work for them
 MOST_SAMPLES = 65535  # of a grid's second dimension
+MOST_NUMBERS = 1 << 30  # of a sample, so that 32 bits hold their places
 
 
 def takes(x: Tensor) -> bool:
     dense = x.dim() == 2 and x.dtype == torch.float32 and x.is_contiguous()
-    return dense and 0 < x.shape[0] <= MOST_SAMPLES and x.shape[1] > 0
+    return dense and 0 < x.shape[0] <= MOST_SAMPLES and 0 < x.shape[1] < MOST_NUMBERS
 
 
 def norms(x: Tensor) -> Tensor:  # (batch, d) -> (batch,)

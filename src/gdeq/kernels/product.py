@@ -32,6 +32,7 @@ from gdeq.kernels.product_judge import (
     ACTIVE,
     BEST_ABSOLUTE,
     BEST_RESIDUAL,
+    CODE,
     FIRST_ABSOLUTE,
     FIRST_SIZE,
     PEAK,
@@ -44,6 +45,7 @@ from gdeq.kernels.product_judge import (
 from gdeq.ledger import Ledger, flight_limit
 from gdeq.product import ProductInverse, store_dtype
 from gdeq.recording import recording
+from gdeq.solution import Status
 from gdeq.solvers.base import Solver, noise_level
 
 
@@ -233,9 +235,10 @@ def _step(
 
 @triton.jit
 def _rebuild(
-    first, z, steps, scales, at, taken, keep, kept, chunk_table,
+    first, z, parts, steps, scales, at, taken, keep, kept, chunk_table,
     batch, d, step_stride, scale_stride, chunks,
-    SCALED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, PLACES: tl.constexpr,
+    PARTS: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    PLACES: tl.constexpr,
 ):  # fmt: skip
     """z = z_0 + s_0 + … + s_{at−1}, by the additions of the solve, for who must go back.
 
@@ -248,7 +251,7 @@ def _rebuild(
         of_j = tl.load(keep + b * PLACES + j)
         tl.store(kept + b * PLACES + j, tl.where(j < wanted, of_j, 0))
     if wanted < tl.load(taken + b):
-        lane, row, length, in_rows, _in_parts = place(
+        lane, row, length, in_rows, in_parts = place(
             chunk_table, b, chunk, batch, d, ALIGNED, BLOCK
         )
         column, inside = row + lane, lane < length
@@ -261,6 +264,8 @@ def _rebuild(
                 unit = tl.load(units + j * chunks).to(total.dtype)
             total = _moved(total, numbers(s, total.dtype, SCALED), unit, SCALED)
         tl.store(z + in_rows, total, mask=inside)
+        if PARTS:
+            tl.store(parts + in_parts, total.to(parts.dtype.element_ty), mask=inside)
 
 
 def _in_parts(z: Tensor, sizes: list[int], dtype: torch.dtype) -> Tensor:  # -> (batch·d,)
@@ -430,17 +435,13 @@ class Sweep:
         ledger.steps, ledger.best_step = steps, best
         return ledger
 
+    def go_back(self) -> None:
+        codes, steps = self.whole[CODE], self.whole[STEPS]
+        stopped = (codes == int(Status.NONFINITE)).to(steps.dtype)
+        self._rebuild(steps - stopped, parts=self.in_parts)
+
     def settle(self, at: Tensor, last: int) -> tuple[Tensor, ProductInverse]:  # at: (batch,)
-        batch, d = self.z.shape
-        kept = torch.empty_like(self.keep)
-        with on_device(self.z):
-            _rebuild[(len(self.table), batch)](
-                self.first, self.z, self.steps, self.scales, at, self.whole[STEPS],
-                self.keep, kept, self.table,
-                batch, d, self.steps.stride(0), self.scales.stride(0), len(self.table),
-                SCALED=self.scaled, ALIGNED=self.aligned, BLOCK=tuning.block, PLACES=self.places,
-                num_warps=tuning.step_warps,
-            )  # fmt: skip
+        kept = self._rebuild(at)
         scales = Scales(self.scales, self.sizes, tuning.block).first(last + 1)
         return self.z, ProductInverse(
             self.steps[:, : last + 1],
@@ -448,3 +449,17 @@ class Sweep:
             kept.view(torch.bool),
             scales=scales if self.scaled else None,
         )
+
+    def _rebuild(self, at: Tensor, parts: bool = False) -> Tensor:  # (batch,) -> (batch, places)
+        """z of iterate ``at`` where a sample has gone further, and the factors kept until there."""
+        batch, d = self.z.shape
+        kept = torch.empty_like(self.keep)
+        with on_device(self.z):
+            _rebuild[(len(self.table), batch)](
+                self.first, self.z, self.parts, self.steps, self.scales, at, self.whole[STEPS],
+                self.keep, kept, self.table,
+                batch, d, self.steps.stride(0), self.scales.stride(0), len(self.table),
+                PARTS=parts, SCALED=self.scaled, ALIGNED=self.aligned, BLOCK=tuning.block,
+                PLACES=self.places, num_warps=tuning.step_warps,
+            )  # fmt: skip
+        return kept

@@ -90,12 +90,14 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     def runs_as_kernels(self, x: Tensor) -> bool:
         of_batch = self.training or (self.running_mean is None and self.running_var is None)
-        return batch.enabled and of_batch and runs_as_kernels(x)
+        fits = x.dim() == 4 and x.shape[1] == self.num_features  # else PyTorch's error
+        return batch.enabled and of_batch and fits and runs_as_kernels(x)
 
     def source(self, x: Tensor) -> BatchSource:
         running = None
-        if self.training and self.running_mean is not None and self.running_var is not None:
-            counted = self.num_batches_tracked if self.track_running_stats else None
+        moves = self.training and self.track_running_stats
+        if moves and self.running_mean is not None and self.running_var is not None:
+            counted = self.num_batches_tracked
             running = Running(self.running_mean, self.running_var, counted, self.momentum)
         return BatchSource(x, self.weight, self.bias, running, self.eps)
 

@@ -134,6 +134,7 @@ def _recipe_notes(rows: dict[str, list[Made]]) -> list[str]:
         epochs = sorted({str(run.epochs_done) for _, run in runs}, key=int)
         devices = sorted({str(run.device) for _, run in runs})
         notes.append(f"Epochs: {', '.join(epochs)}.  Device: {', '.join(devices)}.\n")
+        notes += _revision_note([run for _, run in runs])
     for key in recipes.varying([own for _, own in kept]):
         values: dict[str, list[str]] = {}
         for row, own in kept:
@@ -142,6 +143,17 @@ def _recipe_notes(rows: dict[str, list[Made]]) -> list[str]:
         told = "; ".join(f"{value} ({', '.join(names)})" for value, names in values.items())
         notes.append(f"Not the same in all rows: {key} = {told}.\n")
     return notes
+
+
+def _revision_note(runs: Sequence[Run]) -> list[str]:
+    """Times, and ratios of times, are of the code that was timed."""
+    by_revision: dict[str, list[str]] = {}
+    for run in runs:
+        by_revision.setdefault(str(run.environment.get("revision")), []).append(run.name)
+    if len(by_revision) < 2:
+        return []
+    told = "; ".join(f"{revision}: {', '.join(names)}" for revision, names in by_revision.items())
+    return [f"**Of different revisions of the code**, whose times differ ({told}).\n"]
 
 
 def _recipe(run: Run) -> dict[str, str]:

@@ -161,7 +161,9 @@ def read_run(path: Path) -> Run:
 
 def _inside(path: Path) -> str:
     found = sorted(p.parent.name for p in path.glob("*/config.yaml"))
-    return f"; run folders inside it: {', '.join(found[:4])} (try {path}/*)" if found else ""
+    first = " ".join(str(path / name) for name in found[:4])
+    more = " ..." if len(found) > 4 else ""
+    return f"; run folders are inside it: `gdeq report {first}{more}`" if found else ""
 
 
 def _text(path: Path) -> str:

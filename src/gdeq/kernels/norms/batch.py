@@ -130,12 +130,18 @@ def batch_norms(
         and len(sizes) == 1
         and first.numel() > first.shape[1]  # else PyTorch's error: one number has no variance
         and runs(*tensors, *buffers)
+        and all(_is_vector(t, first.shape[1]) for t in (*tensors[1::3], *tensors[2::3]))
+        and all(_is_vector(t, first.shape[1]) and t.is_contiguous() for t in buffers)
     )
     if not taken:
         return batch_norms_plain(sources, relu, dtype)
     if differentiates(*tensors):
         return _Differentiated.apply(sources, relu, dtype, *tensors)
     return _forward(sources, relu, dtype)[0]
+
+
+def _is_vector(x: Tensor | None, channels: int) -> bool:
+    return x is None or x.shape == (channels,)
 
 
 class _Differentiated(torch.autograd.Function):
@@ -405,7 +411,7 @@ def _moments_kernel(
             tile_mean = tl.sum(tile, axis=0) * (1.0 / ROWS)
             off = tile - tile_mean[None, :, :]
             delta = tile_mean - mean
-            squares += tl.sum(off * off, axis=0) + delta * delta * (i * ROWS * share)
+            squares += tl.sum(off * off, axis=0) + delta * (delta * (i * ROWS * share))
             mean += delta * share
         else:
             new = _rows_of(total - start, column, L, LANES, ROWS)
@@ -413,17 +419,17 @@ def _moments_kernel(
             tile_mean = tl.sum(tile, axis=0) / tl.maximum(new, 1.0)
             off = tl.where(mask, tile - tile_mean[None, :, :], 0.0)
             delta = tile_mean - mean
-            squares += tl.sum(off * off, axis=0) + delta * delta * (seen * share)
+            squares += tl.sum(off * off, axis=0) + delta * (delta * (seen * share))
             mean += delta * share
             seen += new
     if EVEN:
         middle = tl.sum(mean, axis=0) * (1.0 / LANES)
         off = mean - middle[None, :]
-        spread = tl.sum(squares + off * off * (count * ROWS * 1.0), axis=0)
+        spread = tl.sum(squares + off * (off * (count * ROWS * 1.0)), axis=0)
     else:
         middle = tl.sum(seen * mean, axis=0) / tl.maximum(tl.sum(seen, axis=0), 1.0)
         off = mean - middle[None, :]
-        spread = tl.sum(squares + off * off * seen, axis=0)
+        spread = tl.sum(squares + off * (off * seen), axis=0)
     where, next_kind = _partial(column, split, channels, L, COLUMNS)
     tl.store(partials + where, middle)
     tl.store(partials + next_kind + where, spread)
@@ -433,7 +439,8 @@ def _moments_kernel(
 def _counts(number, channel, total, channels, repeats, height, waiting):
     """How many numbers went into the partial sums of these numbers; height: rows of a program."""
     length = channels * repeats
-    rows = (total - (number % repeats * channels + channel) + length - 1) // length
+    left = total - (number % repeats * channels + channel)
+    rows = tl.where(left > 0, (left - 1) // length + 1, 0)
     rows -= number // repeats * height
     rows = tl.minimum(tl.maximum(rows, 0), height)
     return tl.where(number < waiting, rows, 0).to(tl.float32)
@@ -471,7 +478,7 @@ def _join_moments_kernel(
         n = _counts(i, channel, total, channels, repeats, height, waiting)
         off = tl.load(means + i, mask=i < waiting, other=0.0) - mean
         spread = tl.load(spreads + i, mask=i < waiting, other=0.0)
-        part += spread + tl.where(n > 0, n * off * off, 0.0)
+        part += spread + tl.where(n > 0, off * (off * n), 0.0)
     squares = tl.sum(part)
     rho = tl.rsqrt(squares / amount + eps)
     factor = rho
@@ -545,7 +552,7 @@ def _sums_kernel(
             other_off = _read(other, start, at, mask, EVEN) - other_mean
             y += other_off * other_factor
         if RELU:
-            g = tl.where(y > 0, g, 0.0)
+            g = tl.where(y <= 0, 0.0, g)
         ones += tl.sum(g, axis=0)
         along += tl.sum(g * off, axis=0)
         if TWO:
@@ -625,7 +632,7 @@ def _apply_backward_kernel(
             other_off = _read(other, start, at, mask, EVEN) - other_mean
             y += other_off * other_factor
         if RELU:
-            g = tl.where(y > 0, g, 0.0)
+            g = tl.where(y <= 0, 0.0, g)
         _write(dx, start, at, mask, g * factor - a - off * b, EVEN)
         if TWO:
             value = g * other_factor - other_a - other_off * other_b
