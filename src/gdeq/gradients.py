@@ -28,7 +28,7 @@ from gdeq.solvers.broyden import Broyden
 from gdeq.state import Vectorized
 
 # The last step of a refinement may be so many times as long beside its residual as w is beside v.
-# Where an inverse is sound it is shorter: none of the 240 cases of benchmarks/gradients.py changes.
+# Where an inverse is sound it is shorter: no median of benchmarks/gradients.py changes by it.
 AMPLIFICATION = 3.0
 
 
