@@ -59,7 +59,8 @@ METHODS: dict[str, tuple[str, ...]] = {
 # Our own rows of Table 2: a name and the settings by which it differs from the preset.
 OWN: dict[str, tuple[str, ...]] = {
     "gdeq-refine1": ("gradient=gdeq", "gradient.refine=1"),
-    # 28 epochs, in half of plain GDEQ's time; the test is solved with 12 steps.
+    # 28 epochs are half of plain GDEQ's time if fewer than six steps mostly suffice; the test is
+    # solved with 12.
     "adaptive": (
         *("gradient=gdeq", "adapt.enabled=true", "adapt.forward=0.1", "adapt.backward=0.6"),
         *("adapt.steps=[4,5,6,7,9]", "adapt.refine=[1,2,3]", "adapt.room=0.5"),
@@ -81,7 +82,7 @@ STUDY_EPOCHS = 5
 EPOCHS = (1, 10, 20, 50)  # of the similarity figure, as in the paper
 
 # The best accuracy, and the shortest way to 93.08 %.  With these six steps 24 epochs were 93.50 %;
-# with four, f loses its equilibrium (docs/results.md).
+# with four, the residual grew to 0.4 (docs/results.md).
 FAST = ("gradient=gdeq", "gradient.refine=1", "solver.max_iter=6")
 RECORD = ("gradient=gdeq", "gradient.refine=2", "solver.max_iter=6", "epochs=185")
 SPRINT = (*FAST, "epochs=22")
