@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import gdeq
+from gdeq import kernels
+from gdeq.solve import iterate
 
 GRADIENTS = {
     "GDEQ": gdeq.GDEQ(),
@@ -368,3 +370,31 @@ def test_scales_of_different_dtypes(device, context):
     wide = (1 / 0.7) / (1 - 1 / 56)
     torch.testing.assert_close(found.z[0], torch.full_like(found.z[0], wide), rtol=0.03, atol=0)
     assert torch.equal(found.z[1], found.z[1].to(BF16))
+
+
+# --- float16 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["off", "plain"])
+def test_a_float16_f_is_solved_as_far_as_its_digits_go(device, form):
+    """A guard against noise as coarse as bfloat16's would stop the learning at a hundredth."""
+    if device.type != "cpu":
+        pytest.skip("float16 by hand, as on the CPU")
+    torch.manual_seed(1)
+    batch, d = 8, 800
+    first = 1.3 * torch.randn(d, d) / d**0.5
+    second = 1.6 * torch.randn(d, d) / d**0.5
+    b = torch.randn(batch, d)
+
+    def half(x):
+        return x.half().float()
+
+    def f(z):
+        h = half(torch.tanh(half(z) @ first.T + b))
+        return half(torch.relu(h @ second.T + 0.3 * b))
+
+    with kernels.use(form), torch.no_grad():
+        found = iterate(
+            f, torch.zeros(batch, d), gdeq.Broyden(60, 6e-4), precision=torch.finfo(torch.half).eps
+        )
+    assert found.converged.sum() >= batch - 1

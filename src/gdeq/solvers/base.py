@@ -84,14 +84,15 @@ class Solver:
 
 
 # A change of g counts as seen only if it is this many times the rounding of f; what is learned from
-# less is noise, and spoils an inverse that was good.  One of a hundredth is always seen: in half
-# precision f rounds its result only, not the sums in it, and the roundings of many entries average.
-SEEN, ALWAYS_SEEN = 10.0, 0.01
+# less is noise, and spoils an inverse that was good.  In half precision f rounds its result only,
+# not the sums in it, and the roundings of many entries average: little more than one is enough.
+SEEN, SEEN_IN_HALF = 10.0, 1.25
 
 
 def noise_level(precision: float) -> float:
     """The relative change of g up to which it may be the rounding of f."""
-    return min(SEEN * precision, ALWAYS_SEEN)
+    half = precision >= torch.finfo(torch.float16).eps
+    return (SEEN_IN_HALF if half else SEEN) * precision
 
 
 def change_seen(g: Tensor, g_try: Tensor, z_try: Tensor, precision: float) -> Tensor:  # -> (batch,)
