@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gdeq
-from gdeq.recording import Memory
+from gdeq.recording import Memory, Repeated
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -106,6 +106,35 @@ def test_a_recorded_solve_ends_when_all_samples_are_done():
             assert codes.tolist() == deq.solution.codes.tolist()
             assert trace.isfinite().all()
     assert len(step.graph.parts) == 3
+
+
+@pytest.mark.parametrize(
+    ("needed", "every", "plays"), [(1, 1, 1), (5, 1, 5), (5, 2, 6), (9, 1, 7), (6, 7, 7)]
+)
+def test_a_repeated_part_is_played_as_often_as_needed(needed, every, plays, monkeypatch):
+    class Event:
+        def record(self):
+            heard.append("record")
+
+        def synchronize(self):
+            heard.append("wait")
+
+    class Graph:
+        def __init__(self, name):
+            self.name = name
+
+        def replay(self):
+            heard.append(self.name)
+            if self.name == "judge":
+                unfinished[0] = max(0, needed - heard.count("judge"))
+
+    heard, unfinished = [], torch.ones(1, dtype=torch.int64)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    Repeated(Graph("judge"), Graph("go on"), unfinished, 7, every).replay()
+    assert heard.count("judge") == heard.count("go on") == plays
+    if every == 1 and plays < 7:  # the device has work while the host waits
+        assert heard == ["judge", "record", "go on", "wait"] * plays
 
 
 @cuda

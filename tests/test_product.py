@@ -315,7 +315,8 @@ def test_repeated_steps_are_the_counted_ones(tol):
         sweep.prepare_repetition()
         played = 0
         while played < 9 and sweep.unfinished.item():
-            sweep.take_next(problem(sweep.z).reshape(-1))
+            sweep.judge_next(problem(sweep.z).reshape(-1))
+            sweep.go_on()
             played += 1
         codes, residual, at = sweep.ledger.finish()
         found, inverse = sweep.settle(at, 9)

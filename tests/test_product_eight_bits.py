@@ -139,7 +139,8 @@ def drive(kind, dtype, solver, precision, steps, sizes, repeated=False):
             fz[-1] = torch.nan
         fz = torch.cat([part.reshape(-1) for part in fz.split(sizes, dim=1)])
         if repeated and t:
-            sweep.take_next(fz)
+            sweep.judge_next(fz)
+            sweep.go_on()
         else:
             sweep.take(t, fz)
         if repeated and not t:

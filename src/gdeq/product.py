@@ -208,7 +208,11 @@ def iterate(
     if cut is not None:  # a recording repeats one step until all samples are done
         sweep.prepare_repetition()
         cut.repeat(
-            lambda: sweep.take_next(evaluate()), sweep.unfinished, max_steps, solver.check_every
+            lambda: sweep.judge_next(evaluate()),
+            sweep.go_on,
+            sweep.unfinished,
+            max_steps,
+            solver.check_every,
         )
         step = max_steps
     while step < max_steps:

@@ -3,10 +3,11 @@
 A graph is a fixed list of kernels; the number of a solver's steps is not fixed.  So a recording is
 cut where a solve begins to iterate:
 
-    [graph up to the first iterate]  [graph of one step, played until all are done]  [the rest]
+    [up to the first iterate]  [judge an iterate][go on to the next]  [the rest]
+                               `--- played until all are done ---´
 
-Between two plays of the middle one the host looks at a flag, of the play before the last: while it
-waits for that, the device works on the last.
+Between the two in the middle the device leaves a flag for the host, who reads it and starts the
+next play, or the rest, while the device works on the second: no evaluation too many, and no wait.
 """
 
 from __future__ import annotations
@@ -101,15 +102,26 @@ class Recording:
         graph.capture_end()
         return graph
 
-    def repeat(self, body: Callable[[], None], unfinished: Tensor, most: int, every: int) -> None:
-        """Play ``body`` until ``unfinished``, a number that it writes, is 0; at most so often.
+    def repeat(
+        self,
+        judge: Callable[[], None],
+        go_on: Callable[[], None],
+        unfinished: Tensor,
+        most: int,
+        every: int,
+    ) -> None:
+        """Play both until ``unfinished``, a number that ``judge`` writes, is 0.
 
-        The body must free no memory from before it: the next play would find it overwritten.
+        At most so often, and looking after each ``every`` times.
+        They must free no memory from before them: the next play would find it overwritten.
         """
         self.parts.append(self._end())
         self._begin()
-        body()
-        self.parts.append(Repeated(self._end(), unfinished, most, every))
+        judge()
+        first = self._end()
+        self._begin()
+        go_on()
+        self.parts.append(Repeated(first, self._end(), unfinished, most, every))
         self._begin()
 
     def replay(self) -> None:
@@ -119,22 +131,27 @@ class Recording:
 
 class Repeated:
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, unfinished: Tensor, most: int, every: int
+        self,
+        judge: torch.cuda.CUDAGraph,
+        go_on: torch.cuda.CUDAGraph,
+        unfinished: Tensor,
+        most: int,
+        every: int,
     ) -> None:
-        self.graph, self.unfinished, self.most, self.every = graph, unfinished, most, every
-        self.seen = [torch.ones(1, dtype=unfinished.dtype).pin_memory() for _ in range(2)]
-        self.read = [torch.cuda.Event() for _ in range(2)]
+        self.judge, self.go_on = judge, go_on
+        self.unfinished, self.most, self.every = unfinished, most, every
+        self.seen = torch.ones(1, dtype=unfinished.dtype).pin_memory()
+        self.read = torch.cuda.Event()
 
     def replay(self) -> None:
-        looks = 0
         for done in range(1, self.most + 1):
-            self.graph.replay()
-            if done % self.every or done == self.most:
-                continue
-            self.seen[looks % 2].copy_(self.unfinished, non_blocking=True)
-            self.read[looks % 2].record()
-            looks += 1
-            if looks > 1:
-                self.read[looks % 2].synchronize()
-                if not self.seen[looks % 2].item():
+            looks = done % self.every == 0 and done < self.most
+            self.judge.replay()
+            if looks:
+                self.seen.copy_(self.unfinished, non_blocking=True)
+                self.read.record()
+            self.go_on.replay()
+            if looks:
+                self.read.synchronize()
+                if not self.seen.item():
                     return

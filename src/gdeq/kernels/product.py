@@ -338,7 +338,9 @@ class Sweep:
         fz = fz.contiguous()
         if t == self.steps.shape[1]:
             self._grow()
-        self._launch(t, fz, counted=False)
+        with on_device(self.z):
+            self._judge(t, fz, counted=False)
+            self._move(t, fz, counted=False)
         if not self.measured:
             return
         # An f that writes into the same memory at each call would leave no trace of the last one.
@@ -346,26 +348,30 @@ class Sweep:
         self.returned, self.last_fz = fz, fz.clone() if reused else fz
 
     def prepare_repetition(self) -> None:
-        """From here on the number of the iterate is kept on the device, and `take_next` used."""
+        """From here on the number of the iterate is kept on the device.
+
+        `judge_next` and then `go_on` are `take`.
+        """
         device = self.z.device
         self.counter = torch.ones((), dtype=torch.int32, device=device)
         self.unfinished = torch.ones(1, dtype=torch.int64, device=device)
         if self.measured:
             self.last_fz = self.last_fz.clone()
 
-    def take_next(self, fz: Tensor) -> None:
-        fz = fz.contiguous()
-        self._launch(1, fz, counted=True)
-        if self.measured:
-            self.last_fz.copy_(fz)
-        self.counter += 1
+    def judge_next(self, fz: Tensor) -> None:
+        self.returned = fz.contiguous()
+        with on_device(self.z):
+            self._judge(1, self.returned, counted=True)
         torch.sum(self.whole[ACTIVE], 0, keepdim=True, out=self.unfinished)
 
-    def _launch(self, t: int, fz: Tensor, counted: bool) -> None:
+    def go_on(self) -> None:
         with on_device(self.z):
-            self._launch_here(t, fz, counted)
+            self._move(1, self.returned, counted=True)
+        if self.measured:
+            self.last_fz.copy_(self.returned)
+        self.counter += 1
 
-    def _launch_here(self, t: int, fz: Tensor, counted: bool) -> None:
+    def _judge(self, t: int, fz: Tensor, counted: bool) -> None:
         batch, d = self.z.shape
         strides, chunks = (self.steps.stride(0), self.scales.stride(0)), len(self.table)
         solver, precision = self.solver, self.precision
@@ -391,27 +397,32 @@ class Sweep:
             "LINEAR": self.scale is not None,
             "CHUNKS": 32,
         }
-        moving = {
+        at_once = tuning.judge_in_dots and tuning.dots_warps == 1
+        _dots[(chunks, batch)](
+            self.z, fz, self.last_fz, self.steps, self.scales, self.table,
+            d, *strides, self.arrived, *verdict,
+            JUDGE=at_once, **common, **judging, **self._tiles(), num_warps=tuning.dots_warps,
+        )  # fmt: skip
+        if not at_once:
+            _judge[(batch,)](*verdict, **common, **judging, num_warps=1)
+
+    def _move(self, t: int, fz: Tensor, counted: bool) -> None:
+        batch, d = self.z.shape
+        strides, chunks = (self.steps.stride(0), self.scales.stride(0)), len(self.table)
+        _step[(chunks, batch)](
+            self.z, fz, self.steps, self.scales, self.parts, self.table,
+            self.weight, self.lead, self.moves, self.counter, batch, d, *strides, chunks, t,
+            COUNTED=counted, PARTS=self.in_parts, BACKWARDS=tuning.backwards, PLACES=self.places,
+            **self._tiles(), num_warps=tuning.step_warps,
+        )  # fmt: skip
+
+    def _tiles(self) -> dict[str, int | bool]:
+        return {
             "SCALED": self.scaled,
             "ALIGNED": self.aligned,
             "BLOCK": tuning.block,
             "TILE": tuning.tile,
         }
-        grid = (chunks, batch)
-        at_once = tuning.judge_in_dots and tuning.dots_warps == 1
-        _dots[grid](
-            self.z, fz, self.last_fz, self.steps, self.scales, self.table,
-            d, *strides, self.arrived, *verdict,
-            JUDGE=at_once, **common, **judging, **moving, num_warps=tuning.dots_warps,
-        )  # fmt: skip
-        if not at_once:
-            _judge[(batch,)](*verdict, **common, **judging, num_warps=1)
-        _step[grid](
-            self.z, fz, self.steps, self.scales, self.parts, self.table,
-            self.weight, self.lead, self.moves, self.counter, batch, d, *strides, chunks, t,
-            PARTS=self.in_parts, BACKWARDS=tuning.backwards, **common, **moving,
-            num_warps=tuning.step_warps,
-        )  # fmt: skip
 
     def _grow(self) -> None:
         room = min(2 * self.steps.shape[1], self.max_steps + 1)
