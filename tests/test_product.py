@@ -12,7 +12,9 @@ from torch import Tensor
 import gdeq
 from gdeq.kernels import choice
 from gdeq.product import ProductInverse
+from gdeq.solution import Status
 from gdeq.solve import iterate
+from gdeq.state import VectorMap
 from problems import Dense, Image, Multiscale, Named, assert_near, leaves, pack
 
 pytest.importorskip("triton")
@@ -286,6 +288,52 @@ def test_steps_of_a_float16_f_may_be_rounded_further(steps, monkeypatch):
     errors = [error(it.inverse.T.negative_matvec(v)) for it in (exactly, rounded)]
     assert errors[0] < 0.9 * error(v)  # the inverse is worth something here: v is JFB's w
     assert abs(errors[1] - errors[0]) < 0.03 * error(v)
+
+
+@pytest.mark.parametrize("slope", [0.5, 0.99, 0.995, 2.0])
+@pytest.mark.parametrize("tol", [0.0, 1e-4])
+def test_a_float16_state_is_handed_over_as_parts_and_stays_in_its_range(
+    form, slope, tol, monkeypatch
+):
+    """Kept in float32, z may leave what float16 can hold; a bounded f does not show it."""
+    c = torch.tensor([[3.0], [100.1], [500.0], [2000.0]]).half().to(DEVICE)
+    z0 = (torch.zeros(4, 1).half().to(DEVICE), torch.zeros(4, 2).half().to(DEVICE))
+
+    def f(z):
+        assert all(part.dtype == torch.float16 for part in z)
+        return (slope * z[0] + c).clamp(-1000, 1000), (0.5 * z[1] + 0.1 * z[0]).clamp(-1000, 1000)
+
+    seen = set()
+    for max_iter in (1, 2, 3, 4, 7):
+        with choice.use(form):
+            found = gdeq.solve(f, z0, gdeq.Broyden(max_iter, tol))
+            with monkeypatch.context() as patch:
+                patch.setattr(VectorMap, "parts_dtype", None)  # by `VectorMap.inside` instead
+                expected = gdeq.solve(f, z0, gdeq.Broyden(max_iter, tol))
+        assert isinstance(found.inverse.vectors, ProductInverse)
+        assert all(torch.isfinite(part).all() for part in found.z)
+        assert_same_solution(expected, found, 1e-3)
+        seen.update(found.status)
+    assert (Status.NONFINITE in seen) == (slope == 0.995)  # that one leaves the range
+
+
+@pytest.mark.parametrize("refine", [0, 1])
+def test_a_float16_state_has_gradients(form, refine):
+    weight = (0.5 * torch.eye(6)).to(DEVICE)
+
+    def work():
+        x = torch.linspace(-1, 1, 18, device=DEVICE).reshape(3, 6).requires_grad_()
+        solution = gdeq.fixed_point(
+            lambda z: (torch.tanh(z[0].float() @ weight + x).half(),),
+            (torch.zeros(3, 6, device=DEVICE).half(),),
+            gdeq.Broyden(5, 0.0),
+            gdeq.GDEQ(refine=refine),
+        )
+        solution.z[0].float().square().sum().backward()
+        return x.grad
+
+    expected, found = both(form, work)
+    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)  # steps are bfloat16
 
 
 def test_an_f_that_writes_into_the_same_memory_at_each_call(form):

@@ -292,6 +292,8 @@ class PlainSweep:
         lengths = [batch * size for size in self.sizes]
         rows = [part.view(batch, -1) for part in fz.to(self.z.dtype).split(lengths)]
         fz = torch.cat(rows, dim=1)
+        if self.dtype == torch.float16:  # f was not given z where that is out of range
+            fz = torch.where(self.z.abs() <= torch.finfo(self.dtype).max, fz, torch.nan)
         g = fz - self.z
         absolute, size, of_z = safe_norms(g, fz, self.z)
         size = self.scale if self.scale is not None else torch.maximum(size, of_z)

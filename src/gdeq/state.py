@@ -290,11 +290,13 @@ class VectorMap:
     def parts_dtype(self) -> torch.dtype | None:
         """The one dtype of all tensors of the state; None where `on_parts` cannot be used."""
         first = self.space.dtypes[0]
-        alike = all(dtype == first for dtype in self.space.dtypes)
-        return first if alike and first != torch.float16 else None
+        return first if all(dtype == first for dtype in self.space.dtypes) else None
 
     def on_parts(self, parts: Tensor) -> Tensor:  # (batch·d,) -> (batch·d,)
-        """f from parts to parts; the result may have the dtype of autocast."""
+        """f from parts to parts; the result may have the dtype of autocast.
+
+        Whether z was within the range of the parts (`inside`) the caller knows.
+        """
         space = self.space
         leaves = [
             space._shaped(parts[low:high], i)

@@ -69,6 +69,8 @@ class Tuning:
 
 tuning = Tuning()
 SMALL = tl.constexpr(1e-26)  # a sum of squares below may be missing some
+LARGEST_HALF = tl.constexpr(torch.finfo(torch.float16).max)
+NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -88,7 +90,8 @@ def _dots(
     z, fz, last_fz, steps, scales, chunk_table, d, step_stride, scale_stride, arrived,
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
     batch, chunks, count, most, tol, precision, eps, noise, flight,
-    JUDGE: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
+    JUDGE: tl.constexpr, COUNTED: tl.constexpr, HALF: tl.constexpr,
+    FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     SCALED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
@@ -98,6 +101,7 @@ def _dots(
     Where squares may have overflowed or vanished, they are summed again in float64.  MEASURED: ‖y‖
     is not found in another way.  JUDGE: the program of a sample that is done last also judges it.
     SCALED: steps are whole numbers, and only their sums are multiplied by what these count.
+    HALF: f was given z in float16; where z is out of its range, f(z) counts as NaN.
     """
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if COUNTED:
@@ -107,6 +111,8 @@ def _dots(
     column, inside = row + lane, lane < length
     here = tl.load(z + in_rows, mask=inside, other=0.0)
     there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
+    if HALF:
+        there = tl.where(tl.abs(here) <= LARGEST_HALF, there, NAN)
     base = steps + b * step_stride
     out = partial + (b * chunks + chunk) * 2 * PLACES
     g = there - here
@@ -401,7 +407,8 @@ class Sweep:
         _dots[(chunks, batch)](
             self.z, fz, self.last_fz, self.steps, self.scales, self.table,
             d, *strides, self.arrived, *verdict,
-            JUDGE=at_once, **common, **judging, **self._tiles(), num_warps=tuning.dots_warps,
+            JUDGE=at_once, HALF=self.parts.dtype == torch.float16,
+            **common, **judging, **self._tiles(), num_warps=tuning.dots_warps,
         )  # fmt: skip
         if not at_once:
             _judge[(batch,)](*verdict, **common, **judging, num_warps=1)
