@@ -10,15 +10,28 @@ import torch
 from torch import Tensor
 
 import gdeq
+from gdeq import gradients
 from gdeq.kernels import choice
 from gdeq.product import ProductInverse
 from gdeq.solution import Status
 from gdeq.solve import iterate
 from gdeq.state import VectorMap
-from problems import Dense, Image, Multiscale, Named, assert_near, leaves, pack
+from problems import (
+    Dense,
+    Image,
+    Multiscale,
+    Named,
+    Wide,
+    assert_near,
+    leaves,
+    pack,
+    paper_broyden,
+    transposed_system,
+)
 
 pytest.importorskip("triton")
 from gdeq.kernels import product as fused
+from gdeq.kernels import refinement
 
 FORMS = ["plain", "triton"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,6 +82,7 @@ def test_iterates_verdicts_and_inverse_are_those_of_the_paper_s_form(form, kind,
     "gradient",
     [
         gdeq.GDEQ(),
+        gdeq.GDEQ(refine=1),
         gdeq.GDEQ(refine=3),
         gdeq.GDEQ(tolerance=1e-4),
         gdeq.Implicit(gdeq.Broyden(20, 1e-10)),
@@ -155,6 +169,128 @@ def test_products_with_the_inverse_are_differentiable(form):
         v = torch.randn_like(z)
         (found,) = torch.autograd.grad(inverse.matvec(x), x, v)
         assert_near(found, inverse.rmatvec(v), 1e-10)
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+@pytest.mark.parametrize("amplification", [3.0, 0.05])
+def test_a_refinement_is_broyden_s_method_with_a_bounded_last_step(
+    form, times, amplification, monkeypatch
+):
+    monkeypatch.setattr(gradients, "AMPLIFICATION", amplification)
+    problem = Wide(radius=0.9).to(DEVICE)
+    v = problem.cotangent()
+    with choice.use(form):
+        solution = gdeq.solve(problem, problem.z0, gdeq.Broyden(8, 0.0))
+        systems = transposed_system(problem.dense_jacobian(solution.z))
+        with torch.no_grad():
+            w = gdeq.GDEQ(refine=times).cotangent(v, lambda u: u - times_each(systems, u), solution)
+        reused = -solution.inverse.as_matrix().mT
+    shortened = 0
+    for A, P, right, found in zip(systems, reused, v, w.w, strict=True):
+        before, inverse = paper_broyden(
+            lambda u, A=A, right=right: right - A @ u, torch.zeros_like(right), times, inverse=-P
+        )
+        r = right - A @ before
+        step = -inverse @ r
+        share = amplification * r.norm() * before.norm() / right.norm() / step.norm()
+        assert_near(found, before + step * share.clamp(max=1.0), 1e-9)
+        shortened += int(share < 1)
+    assert shortened == (0 if amplification == 3.0 else len(v))
+
+
+def times_each(matrices, x):  # (batch, d, d), (batch, d) -> (batch, d)
+    return torch.einsum("bij,bj->bi", matrices, x)
+
+
+def drawn_inverse(batch, count, d, dtype, store):
+    """B⁻ᵀ of steps that no solve made; some factors are not kept, nor what only they would use."""
+    steps = torch.randn(batch, count, d, dtype=dtype, device=DEVICE).to(store)
+    keep = torch.rand(batch, count, device=DEVICE) < 0.8
+    keep[0] = False
+    gram = torch.einsum("bid,bjd->bij", steps.to(dtype), steps.to(dtype))
+    steps[0], gram[0] = torch.nan, torch.nan
+    return ProductInverse(steps, gram, keep, transposed=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "store", "scale", "amplification"),
+    [
+        (torch.float64, torch.float64, 1.0, 3.0),
+        (torch.float64, torch.float64, 1.0, 0.1),
+        (torch.float32, torch.float32, 1.0, 3.0),
+        (torch.float32, torch.bfloat16, 1.0, 3.0),
+        (torch.float32, torch.bfloat16, 1e-10, 0.1),
+        (torch.float32, torch.bfloat16, 1e25, 3.0),  # squares overflow
+        (torch.float32, torch.bfloat16, 1e-28, 3.0),  # squares vanish
+    ],
+)
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_fused_refinement_is_the_plain_one(
+    dtype, store, scale, amplification, times, monkeypatch
+):
+    monkeypatch.setattr(gradients, "AMPLIFICATION", amplification)
+    batch, d = 8, 1040  # two chunks
+    inverse = drawn_inverse(batch, 6, d, dtype, store)
+    matrix = (0.7 * torch.randn(d, d, dtype=dtype) / d**0.5).to(DEVICE)
+    v = torch.randn(batch, d, dtype=dtype, device=DEVICE)
+    v[0, d // 2 :] = 0.0
+    v[1] = 0.0
+    v *= scale
+
+    def work():
+        calls = []
+
+        def vjp(u):
+            calls.append(u)
+            product = u @ matrix
+            product[0] = u[0] + u[0].roll(d // 2)  # step and q are of one length along the step
+            product[2] = u[2]  # r does not change
+            product[3] *= 30.0
+            product[4, 3] = torch.nan
+            if len(calls) == 2:
+                product[5, d - 1] = torch.inf
+            if len(calls) == times:
+                product[6, 0] = torch.nan
+            return product
+
+        w = inverse.negative_matvec(v)
+        found = inverse.refined(w, v, vjp, times, 1e-3, amplification)
+        if found is None:
+            found = gdeq.GDEQ(refine=times)._refine(w, v, vjp, inverse, 1e-3)
+        assert len(calls) == times
+        return found
+
+    kept = [tensor.clone() for tensor in (inverse.steps, inverse.gram, inverse.keep, v)]
+    launched = []
+    fused_form = refinement.refined
+    monkeypatch.setattr(
+        refinement, "refined", lambda *args: launched.append(1) or fused_form(*args)
+    )
+    with torch.no_grad():
+        with choice.use("plain"):
+            expected = work()
+        assert not launched
+        with choice.use("triton"):
+            found = work()
+        assert launched
+    accuracy = 2e-5 if dtype == torch.float32 else 1e-13
+    for i in range(batch):
+        size = expected[i].double().norm().item() or 1.0
+        assert ((found - expected)[i].double().norm() <= accuracy * size).item(), i
+    assert expected.isfinite().all()
+    for before, after in zip(kept, (inverse.steps, inverse.gram, inverse.keep, v), strict=True):
+        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_differentiated_is_not_refined_in_kernels():
+    inverse = drawn_inverse(2, 3, 20, torch.float64, torch.float64)
+    v = torch.randn(2, 20, dtype=torch.float64, device=DEVICE)
+    with choice.use("triton"):
+        assert inverse.refined(v, v, torch.zeros_like, 1, 1e-3, 3.0) is None
+        with torch.no_grad():
+            assert inverse.T.refined(v, v, torch.zeros_like, 1, 1e-3, 3.0) is None
+            assert inverse.refined(v, v, torch.zeros_like, 126, 1e-3, 3.0) is None
+            assert inverse.refined(v, v, torch.zeros_like, 1, 1e-3, 3.0) is not None
 
 
 def test_a_sample_that_misses_the_tolerance_gets_its_best_iterate_and_that_inverse(form):

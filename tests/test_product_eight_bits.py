@@ -419,3 +419,27 @@ def test_steps_in_eight_bits_do_not_spoil_the_gradient(form):
         return 1 - torch.nn.functional.cosine_similarity(a, exact, dim=0)
 
     assert angle(found) < 1.2 * angle(plain) + 1e-3
+
+
+@pytest.mark.parametrize("sizes", [ANY_SIZES, ROUND_SIZES], ids=["any size", "multiples of 16"])
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_refinement_reads_them_too(sizes, times):
+    steps, batch, d = 6, 4, sum(sizes)
+    sweep, _ = drive(product.Sweep, torch.float32, gdeq.Broyden(steps, 0.0), HALF, steps, sizes)
+    _, _, at = sweep.ledger.finish()
+    _, inverse = sweep.settle(at, steps)
+    assert inverse.scales is not None
+    matrix = (0.7 * torch.randn(d, d) / d**0.5).to(DEVICE)
+    v = torch.randn(batch, d, device=DEVICE)
+    found = []
+    for form in ("plain", "triton"):
+        with choice.use(form), torch.no_grad():
+            w = inverse.T.negative_matvec(v)
+            refined = inverse.T.refined(w, v, lambda u: u @ matrix, times, 1e-3, 3.0)
+            assert (refined is None) == (form == "plain")
+            if refined is None:
+                refined = gdeq.GDEQ(refine=times)._refine(
+                    w, v, lambda u: u @ matrix, inverse.T, 1e-3
+                )
+            found.append(refined)
+    assert_near(found[1], found[0], 1e-5)

@@ -171,7 +171,11 @@ class GDEQ(Gradient):
         inverse = forward_inverse(solution)
         w = inverse.T.negative_matvec(v)
         if self.refine:
-            return Cotangent(self._refine(w, v, vjp, inverse.T, solution.precision), self.refine)
+            how = self.refine, solution.precision, AMPLIFICATION
+            refined = inverse.T.refined(w, v, vjp, *how)  # on a GPU
+            if refined is None:
+                refined = self._refine(w, v, vjp, inverse.T, solution.precision)
+            return Cotangent(refined, self.refine)
         if self.tolerance is not None:
             return self._refine_where_needed(w, v, vjp, solution, inverse)
         return Cotangent(w, 0)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gdeq.kernels import choice
 from gdeq.kernels.autograd import differentiates
 from gdeq.options import count
-from gdeq.state import State, StateSpace, full_precision
+from gdeq.state import State, StateSpace, Vectorized, full_precision
 
 
 class Inverse:
@@ -41,6 +41,21 @@ class Inverse:
     def rmatvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
         """B⁻ᵀx."""
         return self.T.matvec(x)
+
+    def refined(
+        self,
+        w: Tensor,  # (batch, d)
+        v: Tensor,  # (batch, d)
+        vjp: Vectorized,
+        times: int,
+        precision: float,
+        amplification: float,
+    ) -> Tensor | None:  # (batch, d)
+        """What `gdeq.GDEQ` makes of w = −B⁻¹v by so many products, where that is fused; else None.
+
+        Then `GDEQ._refine` does the same in more passes over memory.
+        """
+        return None
 
     def as_matrix(self) -> Tensor:  # -> (batch, d, d)
         """Dense, for tests: d² numbers a sample."""

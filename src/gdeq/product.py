@@ -80,6 +80,28 @@ class ProductInverse(Inverse):
         """−B⁻¹x, the sign at no cost: w = −B⁻ᵀv is ``inverse.T.negative_matvec(v)``."""
         return self._apply(x, negative=True)
 
+    def refined(
+        self,
+        w: Tensor,  # (batch, d)
+        v: Tensor,  # (batch, d)
+        vjp: Vectorized,
+        times: int,
+        precision: float,
+        amplification: float,
+    ) -> Tensor | None:  # (batch, d)
+        # The kernels are of the one form that GDEQ asks for, and have no derivative.
+        of_the_kind = self.transposed and v.dtype == w.dtype == self.gram.dtype
+        if not _in_kernels(v) or not of_the_kind or torch.is_grad_enabled():
+            return None
+        from gdeq.kernels import refinement as fused  # noqa: PLC0415 (needs Triton)
+
+        if self.steps.shape[1] + times > fused.MOST_VECTORS:
+            return None
+        return fused.refined(
+            self.steps, self.gram, self.keep, self.scales,
+            w, v, vjp, times, precision, amplification,
+        )  # fmt: skip
+
     def _apply(self, x: Tensor, negative: bool) -> Tensor:
         differentiable = x.requires_grad and torch.is_grad_enabled()
         if _in_kernels(x) and not differentiable:

@@ -1,0 +1,327 @@
+"""`gdeq.gradients.GDEQ._refine` in two passes over memory for each product with Jᵀ.
+
+Read that first; each kernel here says which of its lines it computes.  With t_0 = w and t_{k+1} the
+step that follows the k-th product, all that is done to r is to add multiples of the forward solve's
+steps s_j and of the t_i:
+
+    q = r + Σ_j x_j s_j + Σ_{0<i≤k} x_{n+i} t_i.
+
+So the inner products of r and of t_k with all of these, taken in the pass that makes r, and the
+Gram matrix, which gains the row of t_k, say what x, t_kᵀq and ‖q‖² are, and how long the step may
+be.  The second pass takes it.  As in a solve (`gdeq.kernels.product_judge`), these numbers are as
+exact as x is.
+
+Norms are of the dtype of v, and overflow where those of the plain form do.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gdeq.eight_bits import Scales
+from gdeq.kernels import product
+from gdeq.kernels.choice import on_device
+from gdeq.kernels.chunks import (
+    ALIGNMENT,
+    INFINITY,
+    numbers,
+    place,
+    places,
+    table,
+    weighted_steps,
+    work,
+)
+from gdeq.kernels.product_apply import APPLY_WARPS, BLOCK, DOTS_WARPS
+from gdeq.solvers.base import noise_level
+from gdeq.state import Vectorized
+
+DOTS_TILE, APPLY_TILE = 2, 4  # stored steps that a program reads at once
+MOST_VECTORS = 128  # s_j and t_i, whose weights one program holds in registers
+SKIPPED, TAKEN, TAKEN_BACK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(-1)  # a step
+
+
+@triton.jit
+def _later(later, i, batch, d, in_rows, inside):
+    """t_i, i > 0."""
+    at = later + tl.cast(i - 1, tl.int64) * batch * d + in_rows
+    return tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["count", "taken"])
+def _look(
+    v, product_w, w, before, first, later, r_out, steps, scales, table, norms, partial,
+    batch, d, step_stride, scale_stride, chunks, count, taken,
+    FIRST: tl.constexpr, LAST: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """r = v + Jᵀw − w; its inner products, and t_k's, with all s_j and t_i: one chunk of each.
+
+    And ‖r‖², ‖v‖², ‖w‖² and ‖r − before‖².  FIRST: t_k is w, and v the residual before.  LAST: no
+    other step asks for r.
+    """
+    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    kind = v.dtype.element_ty
+    lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
+    column, inside = row + lane, lane < length
+    right = tl.load(v + in_rows, mask=inside, other=0.0)
+    here = tl.load(w + in_rows, mask=inside, other=0.0)
+    r = right + tl.load(product_w + in_rows, mask=inside, other=0.0).to(kind) - here
+    newest = here
+    change = r - right
+    if not FIRST:
+        newest = _later(later, taken, batch, d, in_rows, inside)
+        change = r - tl.load(before + in_rows, mask=inside, other=0.0)
+    if not LAST:
+        tl.store(r_out + in_rows, r, mask=inside)
+    at = norms + (b * chunks + chunk) * 4
+    tl.store(at, tl.sum(r * r, 0))
+    tl.store(at + 1, tl.sum(right * right, 0))
+    tl.store(at + 2, tl.sum(here * here, 0))
+    tl.store(at + 3, tl.sum(change * change, 0))
+    out = partial + (b * chunks + chunk) * 2 * PLACES
+    of_newest = out + PLACES
+    tl.store(out + count + taken, tl.sum(newest * r, 0))
+    tl.store(of_newest + count + taken, tl.sum(newest * newest, 0))
+    if not FIRST:
+        t = tl.load(first + in_rows, mask=inside, other=0.0)
+        tl.store(out + count, tl.sum(t * r, 0))
+        tl.store(of_newest + count, tl.sum(t * newest, 0))
+        for i in range(1, taken):
+            t = _later(later, i, batch, d, in_rows, inside)
+            tl.store(out + count + i, tl.sum(t * r, 0))
+            tl.store(of_newest + count + i, tl.sum(t * newest, 0))
+    base = steps + b * step_stride
+    units = scales + b * scale_stride + chunk
+    for start in range(0, count, TILE):
+        j = start + tl.arange(0, TILE)
+        known = j < count
+        where = j.to(tl.int64)[:, None] * d + column[None, :]
+        s = tl.load(base + where, mask=known[:, None] & inside[None, :], other=0)
+        s = numbers(s, kind, SCALED)
+        a, c = tl.sum(s * r[None, :], 1), tl.sum(s * newest[None, :], 1)
+        if SCALED:
+            unit = tl.load(units + j * chunks, mask=known, other=0.0).to(kind)
+            a, c = a * unit, c * unit
+        tl.store(out + j, a, mask=known)
+        tl.store(of_newest + j, c, mask=known)
+
+
+@triton.jit
+def _used(row, x):
+    """Σ row_l x_l over what is used: the rest may hold anything."""
+    return tl.sum(tl.where(x != 0, row * x, 0.0), 0)
+
+
+@triton.jit
+def _at(x, p, where):
+    """x at one place."""
+    return tl.sum(tl.where(p == where, x, 0.0), 0)
+
+
+@triton.jit
+def _grown(quadratic, newest, inner, squared):
+    """xᵀGx with one more x_p = newest: ``inner`` is row p of G times x, that one included."""
+    return quadratic + tl.where(newest != 0, newest * (2 * inner - squared * newest), 0.0)
+
+
+@triton.jit
+def _row(gram, keep, b, j, p, PLACES: tl.constexpr):
+    """Row j of G; G_{j−1,j−1} and whether factor j − 1 is kept, where there is one."""
+    before = tl.maximum(j - 1, 0)
+    squared = tl.load(gram + before * PLACES + before)
+    return tl.load(gram + j * PLACES + p), squared, tl.load(keep + b * PLACES + before) != 0
+
+
+@triton.jit(do_not_specialize=["count", "taken"])
+def _decide(
+    norms, partial, gram, keep, shares, weight, lead, verdict,
+    chunks, count, taken, times, eps, noise, amplification,
+    FIRST: tl.constexpr, LAST: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """All that `_refine` makes of inner products, and x by `transposed_weights`: one sample."""
+    b = tl.program_id(0).to(tl.int64)
+    kind = gram.dtype.element_ty
+    p = tl.arange(0, PLACES)
+    a, row = tl.zeros((PLACES,), dtype=kind), tl.zeros((PLACES,), dtype=kind)  # of r, of t_k
+    rr, vv = tl.zeros((CHUNKS,), dtype=kind), tl.zeros((CHUNKS,), dtype=kind)
+    ww, yy = tl.zeros((CHUNKS,), dtype=kind), tl.zeros((CHUNKS,), dtype=kind)
+    for start in range(0, chunks, CHUNKS):
+        c = start + tl.arange(0, CHUNKS)
+        here = c < chunks
+        known = here[:, None] & (p <= count + taken)[None, :]
+        where = partial + ((b * chunks + c) * 2 * PLACES)[:, None] + p[None, :]
+        a += tl.sum(tl.load(where, mask=known, other=0.0), 0)
+        row += tl.sum(tl.load(where + PLACES, mask=known, other=0.0), 0)
+        at = norms + (b * chunks + c) * 4
+        rr += tl.load(at, mask=here, other=0.0)
+        vv += tl.load(at + 1, mask=here, other=0.0)
+        ww += tl.load(at + 2, mask=here, other=0.0)
+        yy += tl.load(at + 3, mask=here, other=0.0)
+    of_r = tl.sum(rr, 0)  # ‖r‖²
+    size, of_v, of_w = tl.sqrt(of_r), tl.sqrt(tl.sum(vv, 0)), tl.sqrt(tl.sum(ww, 0))
+    change = tl.sqrt(tl.sum(yy, 0))
+    good = size < INFINITY
+    now = tl.where(good, TAKEN, SKIPPED)  # without a whole w before, this one is the result
+    if not FIRST:
+        was = tl.load(verdict + b)
+        now = tl.where(was == TAKEN, tl.where(good, TAKEN, TAKEN_BACK), SKIPPED)
+    tl.store(verdict + b, now)
+
+    # x, first of the forward solve's factors, then of those that were made here
+    of_b = gram + b * PLACES * PLACES
+    x = tl.zeros((PLACES,), dtype=kind)
+    newest = tl.sum(x, 0)  # x_j of the row under way
+    quadratic = tl.sum(x, 0)
+    # Each row is loaded while the one before is used: the loop waits for sums, not for memory.
+    of_j, squared, kept = _row(of_b, keep, b, count - 1, p, PLACES)
+    for i in range(0, count - 1):
+        j = count - 1 - i
+        of_next, squared_next, kept_next = _row(of_b, keep, b, j - 1, p, PLACES)
+        inner = _used(of_j, x)
+        quadratic = _grown(quadratic, newest, inner, _at(of_j, p, j))
+        newest = tl.where(kept, (inner + _at(a, p, j)) / squared, 0.0)
+        x = tl.where(p == j - 1, newest, x)
+        of_j, squared, kept = of_next, squared_next, kept_next
+    quadratic = _grown(quadratic, newest, _used(of_j, x), _at(of_j, p, 0))
+    newest = _at(x, p, count)  # 0: no factor leads to t_0
+    if not FIRST:
+        for i in range(0, taken):
+            j = count + i
+            of_j = tl.load(of_b + j * PLACES + p)
+            inner = _used(of_j, x)
+            quadratic = _grown(quadratic, newest, inner, _at(of_j, p, j))
+            share = tl.load(shares + b * times + i)
+            newest = tl.where(share != 0, share * (inner + _at(a, p, j)), 0.0)
+            x = tl.where(p == j + 1, newest, x)
+
+    # The update, and how far to go
+    last = count + taken
+    squared = _at(row, p, last)  # ‖t_k‖²
+    of_x = _used(row, x)
+    quadratic = _grown(quadratic, newest, of_x, squared)
+    inner = of_x + _at(a, p, last)  # t_kᵀq
+    of_q = tl.maximum(of_r + 2 * _used(a, x) + quadratic, 0.0)
+    difference = tl.sqrt(tl.maximum(squared - 2 * inner + of_q, 0.0))
+    denominator = squared - inner
+    sound = tl.abs(denominator) > 1e3 * eps * tl.sqrt(squared) * difference
+    sound = sound & (change > noise * (of_w + size))
+    longer = tl.where(sound, squared / denominator, 1.0)
+    if LAST:
+        bound = amplification * size * (of_w / of_v)
+        share = bound / (tl.abs(longer) * tl.sqrt(of_q))
+        longer *= tl.where(share < 1, share, 1.0)  # 0/0: no step
+    else:
+        tl.store(shares + b * times + taken, tl.where(sound, 1 / squared, 0.0))
+        tl.store(of_b + last * PLACES + p, row, mask=p <= last)
+        tl.store(of_b + p * PLACES + last, row, mask=p < last)
+    tl.store(weight + b * PLACES + p, longer * x)
+    tl.store(lead + b, longer)
+
+
+@triton.jit(do_not_specialize=["count", "taken"])
+def _go(
+    v, product_w, w, last_w, r_in, later, next_w, steps, scales, table, weight, lead, verdict,
+    batch, d, step_stride, scale_stride, chunks, count, taken,
+    FIRST: tl.constexpr, LAST: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    BACKWARDS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """t_{k+1} = lead·r + Σ weight_j s_j + Σ weight_{n+i} t_i, and w + t_{k+1}: one chunk.
+
+    For a sample whose r was not finite the last w that was seen whole.
+    """
+    chunk, b = work(BACKWARDS)
+    lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
+    inside = lane < length
+    here = tl.load(w + in_rows, mask=inside, other=0.0)
+    now = tl.load(verdict + b)
+    if now == TAKEN:
+        if LAST:
+            more = tl.load(product_w + in_rows, mask=inside, other=0.0).to(here.dtype)
+            r = tl.load(v + in_rows, mask=inside, other=0.0) + more - here
+        else:
+            r = tl.load(r_in + in_rows, mask=inside, other=0.0)
+        total = weighted_steps(
+            tl.load(lead + b) * r, steps + b * step_stride, scales + b * scale_stride + chunk,
+            weight + b * PLACES, lane, row, length, d, chunks, count, SCALED, TILE, BACKWARDS,
+        )  # fmt: skip
+        if not FIRST:
+            for i in range(1, taken + 1):
+                t = _later(later, i, batch, d, in_rows, inside)
+                total += tl.load(weight + b * PLACES + count + i) * t
+        if not LAST:
+            tl.store(later + tl.cast(taken, tl.int64) * batch * d + in_rows, total, mask=inside)
+        here += total
+    if now == TAKEN_BACK:
+        here = tl.load(last_w + in_rows, mask=inside, other=0.0)
+    tl.store(next_w + in_rows, here, mask=inside)
+
+
+def refined(
+    steps: Tensor,  # (batch, n, d)
+    gram: Tensor,  # (batch, ≥n, ≥n)
+    keep: Tensor,  # (batch, ≥n) bool
+    scales: Scales | None,
+    w: Tensor,  # (batch, d)
+    v: Tensor,  # (batch, d)
+    vjp: Vectorized,
+    times: int,
+    precision: float,
+    amplification: float,
+) -> Tensor:
+    """`GDEQ._refine` with the inverse of these steps, transposed; w = −B⁻ᵀv."""
+    batch, count, d = steps.shape
+    v, w = v.contiguous(), w.contiguous()
+    sizes, block = ((d,), BLOCK) if scales is None else (scales.sizes, scales.block)
+    units = gram if scales is None else scales.values
+    chunk_table = table(sizes, block, v.device)
+    chunks, wide = len(chunk_table), places(max(count + times, gram.shape[1]))
+    more = wide - gram.shape[1]
+    if more:
+        gram, keep = pad(gram, (0, more, 0, more)), pad(keep, (0, more))
+    elif times > 1:
+        gram = gram.clone()  # it gains rows
+    kept = keep.view(torch.int8)
+    norms, partial = v.new_empty(batch, chunks, 4), v.new_empty(batch, chunks, 2, wide)
+    weight, lead, shares = v.new_empty(batch, wide), v.new_empty(batch), v.new_empty(batch, times)
+    verdict = torch.empty(batch, dtype=torch.int32, device=v.device)
+    later = v.new_empty(times - 1, batch, d)  # t_1, t_2, …
+    residuals = v.new_empty(min(2, times - 1), batch, d)  # this one and the one before
+    eps, noise = torch.finfo(v.dtype).eps, noise_level(precision)
+    common = {
+        "SCALED": scales is not None,
+        "ALIGNED": all(size % ALIGNMENT == 0 for size in sizes),
+        "BLOCK": block,
+        "PLACES": wide,
+    }
+    strides = steps.stride(0), units.stride(0)
+    first = last_w = w
+    before = r = v
+    for taken in range(times):
+        product_w = vjp(w).contiguous()
+        ends = {"FIRST": taken == 0, "LAST": taken == times - 1}
+        if not ends["LAST"]:
+            r = residuals[taken % 2]
+        next_w = torch.empty_like(w)
+        with on_device(v):
+            _look[(chunks, batch)](
+                v, product_w, w, before, first, later, r, steps, units, chunk_table,
+                norms, partial, batch, d, *strides, chunks, count, taken,
+                TILE=DOTS_TILE, **ends, **common, num_warps=DOTS_WARPS,
+            )  # fmt: skip
+            _decide[(batch,)](
+                norms, partial, gram, kept, shares, weight, lead, verdict,
+                chunks, count, taken, times, eps, noise, amplification,
+                CHUNKS=32, PLACES=wide, **ends, num_warps=1,
+            )  # fmt: skip
+            _go[(chunks, batch)](
+                v, product_w, w, last_w, r, later, next_w, steps, units, chunk_table,
+                weight, lead, verdict, batch, d, *strides, chunks, count, taken,
+                BACKWARDS=product.tuning.backwards, TILE=APPLY_TILE, **ends, **common,
+                num_warps=APPLY_WARPS,
+            )  # fmt: skip
+        before, last_w, w = r, w, next_w
+    return w
