@@ -169,6 +169,16 @@ def test_an_inverse_that_is_far_off_does_not_carry_w_away(refine):
     assert error(w) < (3 if refine == 1 else 10)
 
 
+@pytest.mark.parametrize("gradient", [GDEQ(refine=1), GDEQ(refine=2), gdeq.Measured(GDEQ())])
+def test_the_residual_is_measured_where_f_ignores_z(gradient, device):
+    c = torch.randn(3, 4, device=device, requires_grad=True)
+    z0 = torch.zeros(3, 4, device=device)
+    solution = gdeq.fixed_point(lambda z: c + 0 * z.detach(), z0, Broyden(3, 0.0), gradient)
+    solution.z.sum().backward()
+    assert solution.backward.residual.tolist() == [0.0] * 3
+    torch.testing.assert_close(c.grad, torch.ones_like(c))
+
+
 @pytest.mark.parametrize("refine", [1, 4, 12])
 def test_measured_residual_of_a_refined_gradient_is_the_dense_one(refine, device):
     problem = Multiscale(radius=0.9).to(device)

@@ -23,6 +23,18 @@ def test_norms(shape, scale, monkeypatch):
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-7)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e-30])
+def test_norms_of_residuals(scale):
+    v, w, product = (scale * torch.randn(3, 2500) for _ in range(3))
+    r = v - w + product
+    expected = np.sqrt((r.double().numpy() ** 2).sum(1))
+    with choice.use("triton"):
+        found = operators.residual_norm(v.to(DEVICE), w.to(DEVICE), product.to(DEVICE)).cpu()
+    plain = operators.residual_norm(v, w, product)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
+    np.testing.assert_allclose(plain.numpy(), expected, rtol=1e-6)
+
+
 def test_what_is_not_finite_stays_in_its_sample():
     x = torch.ones(4, 2000, device=DEVICE)
     x[1, 1500], x[2, 3] = torch.nan, torch.inf

@@ -7,11 +7,12 @@ solution, and two small nodes are put around that evaluation:
 
 In the backward pass the output node turns v = ∂ℓ/∂z* into w (`gdeq.gradients`) and hands w to that
 evaluation of f, from where PyTorch takes it to everything that f closes over.  On the way the pass
-also brings Jᵀw to the input node, and the output node sends v − w there, so that what arrives is
+also brings Jᵀw to the input node, where the output node has left v and w:
 
-    r = v − w + Jᵀw = v − (I − Jᵀ) w,
+    r = v − w + Jᵀw = v − (I − Jᵀ) w
 
-the residual of the adjoint equation: the error of the gradient is measured in passing.
+is the residual of the adjoint equation, so the error of the gradient is measured in passing.  (For
+second derivatives r itself is needed: there the output node sends v − w to a node of that kind.)
 
 A w that needs no product with J (JFB, plain GDEQ) needs neither the input node nor f's values:
 there one node leads from the tensors of f(z*) to those of z*.
@@ -32,8 +33,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.gradients import DEFAULT, Gradient, Implicit, Unrolled, relative_norm
-from gdeq.operators import safe_norms
+from gdeq.gradients import DEFAULT, Gradient, Implicit, Unrolled, relative, relative_norm
+from gdeq.operators import residual_norm, safe_norms
 from gdeq.options import describe
 from gdeq.recording import recording
 from gdeq.solution import BackwardRecord, Cotangent, Solution, Status
@@ -50,7 +51,10 @@ class _Link:
 
     gradient: Gradient
     solution: Solution = field(init=False)
+    in_remainder: bool = False  # r is made by autograd, and measured in `_Remainder`
     v: Tensor | None = None  # (batch, d) of the backward pass under way
+    w: Tensor | None = None  # (batch, d)
+    size: Tensor | None = None  # (batch,) ‖v‖
     noise: Tensor | None = None  # (batch,) the residual norm that its w leaves behind
     twice: bool = False  # a backward pass was itself differentiated
 
@@ -98,11 +102,13 @@ class _Input(torch.autograd.Function):
         return z.view_as(z)
 
     @staticmethod
-    def backward(ctx: Any, r: Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, product: Tensor) -> tuple[None, None, None]:
         link: _Link = ctx.link
-        if link.v is not None:
-            _measure(link.solution, r, link.v)
-            link.v = None
+        if link.v is not None and link.w is not None and link.size is not None:
+            with full_precision(product.device):
+                size = residual_norm(link.v, link.w, product)
+                _record(link.solution, relative(size, link.size))
+            link.v = link.w = link.size = None
         return None, None, None
 
 
@@ -127,8 +133,11 @@ class _Output(torch.autograd.Function):
             with torch.no_grad():
                 found = _scaled_cotangent(link, v, _vjp(out, z_in))
             link.solution.record.write(link.gradient, found)
-            link.v, link.noise = v.detach(), _noise(link, found, v.detach())
-            w = found.w
+            link.v, w = v.detach(), found.w
+            if not link.in_remainder:
+                link.w = w
+                return None, w, None, None
+            link.noise = _noise(link, found, link.v)
             if again:
                 # w solves w = v + Jᵀw, a fixed point too: attach it as one, and it has derivatives.
                 assert isinstance(link.gradient, Implicit)
@@ -198,7 +207,7 @@ def _scaled_cotangent(link: _Link, v: Tensor, vjp: Vectorized) -> Cotangent:
 
     The unit is a power of two, so that nothing is rounded.
     """
-    (size,) = safe_norms(v)
+    (link.size,) = (size,) = safe_norms(v)
     size = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
     # One below the exponent: 2¹²⁸ is not a float32.
     unit = torch.ldexp(torch.ones_like(size), size.frexp().exponent - 1).unsqueeze(1)
@@ -218,7 +227,11 @@ def _noise(link: _Link, found: Cotangent, v: Tensor) -> Tensor | None:  # -> (ba
 
 def _measure(solution: Solution, r: Tensor, v: Tensor) -> None:
     """Record what the pass through f says the residual is: r = v − (I − Jᵀ)w."""
-    solution.record.measured(relative_norm(r, v), slack=10 * solution.precision)
+    _record(solution, relative_norm(r, v))
+
+
+def _record(solution: Solution, residual: Tensor) -> None:  # (batch,)
+    solution.record.measured(residual, slack=10 * solution.precision)
 
 
 def _check_second_order(gradient: Gradient) -> None:
@@ -260,6 +273,7 @@ class _Evaluation:
             return z  # f is a constant: nothing to differentiate
         with torch.enable_grad():
             if isinstance(link.gradient, Implicit) and link.gradient.double_backward:
+                link.in_remainder = True
                 z_in = _Remainder.apply(z, out, z_in, link)
                 out = self.f(z_in)
             return _Output.apply(z, out, z_in, link)

@@ -310,5 +310,8 @@ def forward_inverse(solution: Solution) -> Inverse:
 
 def relative_norm(r: Tensor, v: Tensor) -> Tensor:  # (batch, d), (batch, d) -> (batch,)
     """‖r‖/‖v‖, and 0 for 0/0: a sample that the loss ignores has no error."""
-    size, reference = safe_norms(r, v)
+    return relative(*safe_norms(r, v))
+
+
+def relative(size: Tensor, reference: Tensor) -> Tensor:  # (batch,), (batch,) -> (batch,)
     return torch.where(size > 0, size / reference, size)

@@ -169,6 +169,16 @@ def safe_norms(*vectors: Tensor) -> tuple[Tensor, ...]:  # (batch, d) each -> (b
     return tuple(_careful_norm(a, size) for a, size in zip(vectors, plain, strict=True))
 
 
+def residual_norm(v: Tensor, w: Tensor, product: Tensor) -> Tensor:  # (batch, d) each -> (batch,)
+    """‖v − w + Jᵀw‖, as `safe_norms`; product: Jᵀw.  On a GPU in one pass."""
+    if choice.chosen(v) == "triton" and not differentiates(v, w, product):
+        from gdeq.kernels import lengths  # noqa: PLC0415 (needs Triton)
+
+        if all(lengths.takes(a) for a in (v, w, product)):
+            return lengths.residual_norms(v, w, product)
+    return safe_norms(v - w + product)[0]
+
+
 def _norm_by_float64(a: Tensor) -> Tensor:  # (batch, d) -> (batch,)
     if choice.chosen(a) == "triton" and not differentiates(a):
         from gdeq.kernels import lengths  # noqa: PLC0415 (needs Triton)
