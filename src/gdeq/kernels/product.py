@@ -70,7 +70,6 @@ class Tuning:
 tuning = Tuning()
 SMALL = tl.constexpr(1e-26)  # a sum of squares below may be missing some
 LARGEST_HALF = tl.constexpr(torch.finfo(torch.float16).max)
-NAN = tl.constexpr(float("nan"))
 
 
 @triton.jit
@@ -112,7 +111,7 @@ def _dots(
     here = tl.load(z + in_rows, mask=inside, other=0.0)
     there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
     if HALF:
-        there = tl.where(tl.abs(here) <= LARGEST_HALF, there, NAN)
+        there = tl.where(tl.abs(here) <= LARGEST_HALF, there, float("nan"))
     base = steps + b * step_stride
     out = partial + (b * chunks + chunk) * 2 * PLACES
     g = there - here
