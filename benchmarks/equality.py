@@ -47,7 +47,7 @@ def gradient(trainer: Trainer, images: Tensor, labels: Tensor) -> Tensor:
     with precision(trainer.config, trainer.process.device):
         torch.backends.cudnn.benchmark = False
         loss = cross_entropy(model(images).float(), labels)
-    loss.backward()
+        loss.backward()  # still without TF32, where that is asked for
     found = torch.cat([p.grad.double().flatten() for p in model.parameters()])
     model.zero_grad(set_to_none=True)
     return found
