@@ -236,6 +236,45 @@ def test_number_of_probes_is_checked(device, bad):
         gdeq.spectral_radius(torch.tanh, data(device, 2, 3), iterations=bad)
 
 
+# --- residual penalty ----------------------------------------------------------------------------
+
+
+def test_residual_penalty_is_the_mean_squared_relative_residual(device):
+    """Of a state of two tensors; its gradient in w against that of the formula."""
+    w, x, z = data(device, 6, 6), data(device, 3, 6), data(device, 3, 6)
+    w.requires_grad_()
+    found = gdeq.residual_penalty(lambda u: split(torch.tanh(pieces(u) @ w + x)), split(z))
+    fz = torch.tanh(z @ w + x)
+    expected = ((fz - z).norm(dim=1) / z.norm(dim=1)).square().mean()
+    torch.testing.assert_close(found, expected)
+    here, there = (torch.autograd.grad(value, w)[0] for value in (found, expected))
+    torch.testing.assert_close(here, there)
+    assert there.norm() > 0.1
+
+
+def test_residual_penalty_of_a_state_from_inference_mode(device):
+    w = data(device, 3, 3).requires_grad_()
+    with torch.inference_mode():
+        z = torch.ones(2, 3, dtype=F64, device=device)
+    gdeq.residual_penalty(lambda u: u @ w, z).backward()
+    assert w.grad.norm() > 0
+
+
+def test_residual_penalty_takes_z_as_given(device):
+    w, z = data(device, 3, 3).requires_grad_(), data(device, 2, 3).requires_grad_()
+    gdeq.residual_penalty(lambda u: u @ w, z).backward()
+    assert w.grad is not None
+    assert z.grad is None
+
+
+def test_residual_penalty_of_what_is_solved_or_zero_or_empty(device):
+    x = data(device, 2, 3)
+    solved = gdeq.solve(lambda u: 0.5 * torch.tanh(u) + x, torch.zeros_like(x), SOLVER).z
+    assert gdeq.residual_penalty(lambda u: 0.5 * torch.tanh(u) + x, solved).item() < 1e-9
+    assert gdeq.residual_penalty(lambda u: 0.5 * u, torch.zeros_like(x)).item() == 0
+    assert gdeq.residual_penalty(lambda u: 0.5 * u, x[:0]).item() == 0
+
+
 # --- spectral radius -----------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from gdeq.regularize import (
     VariationalDropout,
     hold,
     jacobian_penalty,
+    residual_penalty,
     spectral_radius,
     weight_norm,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "fixed_point",
     "hold",
     "jacobian_penalty",
+    "residual_penalty",
     "solve",
     "spectral_radius",
     "weight_norm",

@@ -222,6 +222,23 @@ def _by_differences(
     return total / samples
 
 
+def residual_penalty(f: Callable[[State], State], z: State) -> Tensor:
+    """‖f(z) − z‖² / ‖z‖², averaged over the batch, at the z where a solve has stopped.
+
+    Differentiable in all that f closes over; z is taken as given, so that training draws f(z) to z:
+    f keeps an equilibrium that its solver finds in the steps that it has.  One evaluation of f.
+    """
+    space = StateSpace(z)
+    on_vectors = space.vectorize(f)
+    torch.clear_autocast_cache()
+    with full_precision(space.device):
+        here = space.start(z).detach()
+        size = here.square().sum(1)
+        squared = (on_vectors(here) - here).square().sum(1)
+        relative = squared / torch.where(size > 0, size, 1.0)
+        return relative.sum() / max(1, len(relative))
+
+
 def spectral_radius(
     f: Callable[[State], State],
     z: State,

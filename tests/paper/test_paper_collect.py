@@ -166,7 +166,6 @@ def test_similarity_marks_what_is_not_exact(collected):
     assert "at most 3.0e-03, at an equilibrium solved to 1.0e-06.  **Not exact in 3 mini" in text
     assert "at most 2.0e-06, at an equilibrium solved to 1.0e-06.  Spectral radius" in text
     assert "## similarity-gdeq, trained with GDEQ\n\nEpochs 1, 10, 20, 50: not yet run." in text
-    assert "## record, trained with GDEQ refine 2\n" in text
     assert row_of(text, "Method")[1] == "VJPs, median"
     assert "Implicit is here an exact backward solve (GMRES)" in text
     assert "Epochs 10: not yet run." in text  # of gdeq-seed0, which has 12

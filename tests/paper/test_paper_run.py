@@ -186,7 +186,7 @@ def test_what_cannot_end_is_not_begun_but_the_next_may_be(gdeq, tmp_path, monkey
     out = tmp_path / "out"
     runs.train(out / "gdeq-seed1", plan.chosen(["gdeq-seed1"])[0].config(SETTINGS))
     (out / "gdeq-seed1" / "summary.json").unlink()
-    names = ("jfb-seed0", "npg-seed0", "gdeq-seed1", "record")
+    names = ("jfb-seed0", "npg-seed0", "gdeq-seed1", "record-held")
     code, said = gdeq(
         *("paper", "run", "--out", out, *only(*names), "--minutes", "60"),
         *SMALL,
@@ -232,11 +232,27 @@ def test_an_adaptive_run_is_tried_on_all_its_rungs(monkeypatch):
     monkeypatch.setattr(timing.Trainer, "one_step", noting)
     speed, _ = timing.probe(config)
     refinements = config.adapt.refine
-    forward = {(steps, refinements[-1], False) for steps in (2, 3, 5)}
-    backward = {(3, refine, False) for refine in refinements}
-    assert set(seen) == {*forward, *backward, (3, 2, True)}
-    assert seen[-timing.TIMED :] == [(3, 2, False)] * timing.TIMED
+    forward = {(steps, refinements[-1], ()) for steps in (2, 3, 5)}
+    backward = {(3, refine, ()) for refine in refinements}
+    assert set(seen) == {*forward, *backward, (3, 2, ("residual",))}
+    assert seen[-timing.TIMED :] == [(3, 2, ())] * timing.TIMED  # four of five have no penalty
     assert speed.step > 0
+
+
+def test_a_step_is_timed_with_its_share_of_penalties(monkeypatch):
+    settings = [*SETTINGS, "residual_weight=1", "residual_every=3"]
+    settings += ["jacobian_weight=1", "jacobian_every=2"]
+    config = plan.chosen(["gdeq-seed0"])[0].config(settings)
+    costs = {(): 1.0, ("residual",): 2.0, ("jacobian",): 3.0, ("jacobian", "residual"): 4.0}
+
+    def seconds(trainer, step):
+        trainer._prepare(step)
+        return costs[trainer.penalised]
+
+    monkeypatch.setattr(timing, "_step_seconds", seconds)
+    speed, _ = timing.probe(config)
+    # Of six steps, one has both, two the one, one the other, two none.
+    assert speed.step == pytest.approx((4 + 2 * 3 + 2 + 2 * 1) / 6)
 
 
 def test_seconds_of_what_is_left():

@@ -23,13 +23,13 @@ CPU = process.Process(torch.device("cpu"))
 ADAPT = ["adapt.enabled=true", "solver.tol=0", "adapt.every=1"]
 
 
-def beginning(jacobian_weight=0.0, **settings):
-    return adapting.Controller(AdaptConfig(enabled=True, **settings), jacobian_weight)
+def beginning(residual_weight=0.0, **settings):
+    return adapting.Controller(AdaptConfig(enabled=True, **settings), residual_weight)
 
 
-def controller(jacobian_weight=0.0, **settings):
+def controller(residual_weight=0.0, **settings):
     """One that has come down to its lowest rungs: from there every move can be told."""
-    made = beginning(jacobian_weight, **settings)
+    made = beginning(residual_weight, **settings)
     made.forward.rung = made.backward.rung = 0
     return made
 
@@ -61,8 +61,8 @@ def test_no_penalty_before_the_rungs_above_the_first_were_tried():
     found = []
     for _ in range(5):
         made.look(1.0, 0.2)
-        found.append((made.choice.steps, made.choice.jacobian_weight))
-    assert found == [(12, 0), (15, 0), (18, 0), (18, 0.5), (18, 1)]
+        found.append((made.choice.steps, made.choice.residual_weight))
+    assert found == [(12, 0), (15, 0), (18, 0), (18, 1), (18, 2)]
 
 
 @pytest.mark.parametrize(("rungs", "first"), [((5,), 5), ((5, 6), 6), ((5, 6, 7), 6)])
@@ -101,7 +101,7 @@ def test_settles_where_the_target_is_met(rate):
     assert found[8:].count(enough) >= 0.9 * len(found[8:])
     late = found[-100:]
     assert sum(a != b for a, b in pairwise(late)) <= 2 * (100 // 16 + 1)
-    assert made.choice.jacobian_weight == 0
+    assert made.choice.residual_weight == 0
 
 
 @pytest.mark.parametrize("rate", [0.3, 0.45, 0.6, 0.7])
@@ -130,11 +130,11 @@ def test_a_try_that_was_taken_back_waits_longer():
 
 
 def test_the_penalty_rises_on_the_top_rung_alone_and_is_bounded():
-    made = controller(steps=(4, 5), jacobian_least=0.1, jacobian_most=0.5)
+    made = controller(steps=(4, 5), penalty_least=0.1, penalty_most=0.5)
     weights, exhausted = [], []
     for _ in range(6):
         made.look(1.0, 0.2)
-        weights.append(made.choice.jacobian_weight)
+        weights.append(made.choice.residual_weight)
         exhausted.append(made.exhausted)
     assert weights == [0, 0.1, 0.2, 0.4, 0.5, 0.5]
     assert exhausted == [False] * 5 + [True]  # the largest one has been tried
@@ -144,7 +144,7 @@ def test_the_penalty_rises_on_the_top_rung_alone_and_is_bounded():
 
 
 def test_the_penalty_rises_for_the_backward_residual_too():
-    made = controller(refine=(0, 1), jacobian_least=0.1)
+    made = controller(refine=(0, 1), penalty_least=0.1)
     made.look(1e-3, 0.9)
     assert made.choice == adapting.Choice(4, 1, 0.0)
     assert not made.exhausted
@@ -152,14 +152,14 @@ def test_the_penalty_rises_for_the_backward_residual_too():
 
 
 def test_the_penalty_falls_back_to_what_was_configured():
-    made = controller(0.25, steps=(4, 5), patience=1, jacobian_least=0.1)
+    made = controller(0.25, steps=(4, 5), patience=1, penalty_least=0.1)
     for _ in range(4):
         made.look(1.0, 0.2)
-    assert made.choice.jacobian_weight == 2.0
+    assert made.choice.residual_weight == 2.0
     weights = []
     for _ in range(40):
         made.look(1e-3, 0.2)
-        weights.append(made.choice.jacobian_weight)
+        weights.append(made.choice.residual_weight)
     assert sorted(weights, reverse=True) == weights
     assert sorted(set(weights)) == [0.25, 0.5, 1.0, 2.0]
     assert weights[-1] == 0.25
@@ -167,15 +167,15 @@ def test_the_penalty_falls_back_to_what_was_configured():
 
 
 def test_no_penalty_is_lowered_on_the_top_rung_without_room():
-    made = controller(steps=(9,), patience=1, room=0.5, jacobian_least=0.1)
+    made = controller(steps=(9,), patience=1, room=0.5, penalty_least=0.1)
     made.look(1.0, 0.2)
-    assert made.choice.jacobian_weight == 0.1
+    assert made.choice.residual_weight == 0.1
     for _ in range(20):
         made.look(8e-3, 0.2)
-    assert made.choice.jacobian_weight == 0.1
+    assert made.choice.residual_weight == 0.1
     for _ in range(4):
         made.look(4e-3, 0.2)
-    assert made.choice.jacobian_weight == 0
+    assert made.choice.residual_weight == 0
 
 
 def test_a_model_that_the_penalty_holds_down():
@@ -184,11 +184,11 @@ def test_a_model_that_the_penalty_holds_down():
     found = []
     for _ in range(300):
         choice = made.choice
-        made.look((0.9 - 0.15 * choice.jacobian_weight) ** choice.steps, 0.2)
+        made.look((0.9 - 0.15 * choice.residual_weight) ** choice.steps, 0.2)
         found.append(made.choice)
     late = found[100:]
-    assert max(c.jacobian_weight for c in late) <= 2
-    assert min(c.jacobian_weight for c in late) > 0
+    assert max(c.residual_weight for c in late) <= 2
+    assert min(c.residual_weight for c in late) > 0
     assert all(c.steps >= 12 for c in late)
 
 
@@ -226,7 +226,7 @@ def test_another_ladder_after_a_resume():
         (["adapt.refine=[-1,1]"], "adapt.refine must be rising integers of at least 0"),
         (["adapt.steps=5"], "adapt.steps must be a list such as"),
         (["adapt.forward=0"], "adapt.forward must be above 0"),
-        (["adapt.jacobian_most=0.01"], "adapt.jacobian_most must be at least 0.5"),
+        (["adapt.penalty_most=0.01"], "adapt.penalty_most must be at least 1"),
         (["adapt.enabled=1"], "adapt.enabled must be bool"),
         ([*ADAPT, "gradient=jfb"], "for another gradient, or with gradient.tolerance, set adapt."),
         ([*ADAPT, "gradient.tolerance=0.1"], "with gradient.tolerance, set adapt.enabled=false"),
@@ -289,10 +289,10 @@ def test_steps_follow_the_choice(trainer, monkeypatch):
         assert deq.solution.record.residual is not None  # measured with and without refinement
 
     monkeypatch.setattr(made, "_compute", noted)
-    made.config = configs.replace(made.config, jacobian_every=1)
-    penalties, penalty = [], made._jacobian_penalty
+    made.config = configs.replace(made.config, residual_every=1)
+    penalties, penalty = [], made._penalty
     monkeypatch.setattr(
-        made, "_jacobian_penalty", lambda *a: penalties.append(made.step) or penalty(*a)
+        made, "_penalty", lambda name, *a: penalties.append((name, made.step)) or penalty(name, *a)
     )
     made.fit()
     expected = [(4, 0), (5, 2), (6, 0), (6, 0), (4, 1), (4, 1)]
@@ -300,13 +300,12 @@ def test_steps_follow_the_choice(trainer, monkeypatch):
         (Broyden(max_iter=n, tol=0.0), GDEQ(refine=k) if k else Measured(GDEQ()), n)
         for n, k in expected
     ]
-    assert penalties == [2, 3]
-    assert made.penalty_weight == 0
+    assert penalties == [("residual", 2), ("residual", 3)]
 
 
 def test_the_weight_that_was_chosen_is_in_the_objective(trainer):
-    """Twice the weight, twice its part of the update: of plain SGD, with the same noise."""
-    plain = ["optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=1", "jacobian_every=1"]
+    """Twice the weight, twice its part of the update: of plain SGD."""
+    plain = ["optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=1", "residual_every=1"]
     plain += ["optimizer.schedule=constant"]
     found = []
     for weight in (0.0, 0.5, 1.0):
@@ -358,7 +357,7 @@ def test_nothing_is_judged_by_unrolled_steps(trainer):
 
 
 def test_a_warning_once_an_epoch(trainer):
-    made = trainer("epochs=3", "adapt.forward=1e-9", "adapt.steps=[2]", "adapt.jacobian_most=0.5")
+    made = trainer("epochs=3", "adapt.forward=1e-9", "adapt.steps=[2]", "adapt.penalty_most=1")
     texts = []
     made.progress.say = texts.append
     made.fit()
@@ -399,7 +398,7 @@ def test_the_test_is_solved_as_configured(trainer):
 # A target that digits' small cell misses with four steps, so that there are changes to tell.
 MOVING = [*RICH, "epochs=4", "adapt.enabled=true", "solver.tol=0", "adapt.every=2"]
 MOVING += ["adapt.forward=1e-4", "adapt.backward=0.02", "adapt.steps=[2,3,4]", "adapt.refine=[0,1]"]
-MOVING += ["adapt.jacobian_least=0.2"]
+MOVING += ["adapt.penalty_least=0.2"]
 
 
 @pytest.fixture(scope="module")
@@ -415,7 +414,7 @@ def test_decisions_are_in_the_records(moving):
     lines = training_runs.metrics(moving)
     changes = [r for r in lines if r["kind"] == "adapt"]
     assert len(changes) >= 3
-    last = {"max_iter": 3, "refine": 1, "jacobian_weight": 0.1}
+    last = {"max_iter": 3, "refine": 1, "residual_weight": 0.1}
     for line in lines:
         if line["kind"] == "adapt":
             now = {key: line[key] for key in last}
@@ -426,7 +425,7 @@ def test_decisions_are_in_the_records(moving):
         elif line["kind"] in ("step", "epoch"):
             assert {key: line[key] for key in last} == last
     assert last["max_iter"] == 4
-    assert last["jacobian_weight"] > 0.1
+    assert last["residual_weight"] > 0.1
     summary = json.loads((moving / "summary.json").read_text())
     assert summary["adaptive"] is True
 
@@ -466,8 +465,8 @@ def test_a_checkpoint_from_before(trainer):
 def test_two_processes_choose_the_same(tmp_path, zygote, few_images):
     """What differs between processes by design, dropout and the penalty's noise, is off."""
     settings = [*TINY, "epochs=3", "adapt.enabled=true", "solver.tol=0", "adapt.every=2"]
-    settings += ["adapt.forward=1e-4", "adapt.steps=[2,3,4,5,6]", "adapt.jacobian_least=1e-9"]
-    settings += ["adapt.jacobian_most=1e-9"]
+    settings += ["adapt.forward=1e-4", "adapt.steps=[2,3,4,5,6]", "adapt.penalty_least=1e-9"]
+    settings += ["adapt.penalty_most=1e-9"]
     runs.train(tmp_path / "alone", configs.load("digits", settings))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -565,7 +564,7 @@ def test_recorded_steps_that_take_turns(tmp_path):
     losses = []
     for graph in ("true", "false"):
         settings = [*TINY, *ADAPT, "device=cuda", f"graph={graph}", "epochs=5", "batch_size=128"]
-        settings += ["adapt.every=8", "jacobian_every=2", "checkpoint_seconds=1000"]
+        settings += ["adapt.every=8", "residual_every=2", "checkpoint_seconds=1000"]
         config = configs.load("digits", settings)
         made = loop.Trainer(config, RunFolder(tmp_path / graph), gpu, progress.Silent(), None)
         made.run.path.mkdir()

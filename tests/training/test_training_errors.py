@@ -323,7 +323,7 @@ def test_a_solver_that_stops_converging_is_told(gdeq, tmp_path, few_images, monk
     assert code == 0, said  # it may recover: a warning, not an end
     assert "warning: the solver no longer converges (mean residual" in said
     assert "at step 1): raise solver.max_iter" in said
-    assert "jacobian_weight=1" in said
+    assert "residual_weight=5" in said
     # While it is unrolled there is no solver to complain of.
     code, said = gdeq("train", *settings, "pretrain_steps=3", "--run", tmp_path / "unrolled")
     assert code == 0

@@ -384,7 +384,7 @@ def test_jacobian_penalty_is_in_the_objective(trainer):
     assert penalty.item() > 1e-3
     # What is logged is the loss alone; and step 1 of 0, 1, 2 goes without the penalty.
     assert made.sums.read(CPU)["loss"] == pytest.approx(loss.item(), rel=1e-6)
-    made._jacobian_penalty = None
+    made._penalty = None
     made.one_step(images, labels)
 
 
@@ -476,6 +476,52 @@ def test_jacobian_penalty_holds_the_spectral_radius_down(trainer, step):
         return found.mean().item()
 
     assert radius(20.0) < 0.8 * radius(0.0)
+
+
+def test_residual_penalty_is_in_the_objective(trainer):
+    settings = ["optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=1", "solver.max_iter=2"]
+    settings += ["optimizer.schedule=constant", "residual_weight=0.7", "residual_every=2"]
+    made = trainer(*settings, "solver.tol=0")
+    images, labels = batches(made)[0]
+    model = copy.deepcopy(made.model).train()
+    torch.manual_seed(5)
+    loss = cross_entropy(model(images), labels)
+    injection, z = model.stem(images), tuple(part.detach() for part in model.deq.solution.z)
+    with hold(model.deq.cell):
+        fz = model.deq.cell(z, injection)
+    apart, size = (
+        sum(part.square().flatten(1).sum(1) for part in parts)
+        for parts in ([a - b for a, b in zip(fz, z, strict=True)], z)
+    )
+    penalty = (apart / size).mean()
+    (loss + 0.7 * penalty).backward()
+    expected = flat(model) - torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.manual_seed(5)
+    made.one_step(images, labels)
+    torch.testing.assert_close(flat(made.model), expected, rtol=1e-5, atol=1e-6)
+    assert penalty.item() > 1e-3
+    assert made.sums.read(CPU)["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    made._penalty = None  # step 1 of 0, 1, 2 goes without
+    made.one_step(images, labels)
+
+
+def test_residual_penalty_leaves_f_an_equilibrium(trainer):
+    """Two steps, at a rate at which f would lose it."""
+
+    def residual(weight):
+        made = trainer(
+            f"residual_weight={weight}", "residual_every=1", "solver.max_iter=2", "solver.tol=0",
+            "optimizer.lr=1e-2",
+        )  # fmt: skip
+        for _ in range(6):
+            for batch in batches(made):
+                made.one_step(*batch)
+        model = made.model.eval()
+        with torch.no_grad():
+            model(batches(made)[0][0])
+        return model.deq.solution.residual.mean().item()
+
+    assert residual(10.0) < 0.5 * residual(0.0)
 
 
 def test_summary(tmp_path, few_images):
@@ -570,8 +616,12 @@ def test_a_solver_that_does_not_converge_is_told_once_an_epoch(trainer):
     assert warned(trainer, [0.6] * 3, "solver.tol=5e-2") == [1]
 
 
+def test_a_fixed_number_of_steps_that_leads_nowhere_is_told_once(trainer):
+    assert warned(trainer, [0.29] * 6, "solver.tol=0") == []
+    assert warned(trainer, [0.1, 0.2, 0.31, 0.2, 0.9, 0.9, 0.9], "solver.tol=0") == [3]
+
+
 def test_where_convergence_is_not_asked_for_nothing_is_said(trainer):
-    assert warned(trainer, [0.9] * 6, "solver.tol=0") == []
     assert warned(trainer, [0.9] * 6, "gradient=unrolled") == []
     assert warned(trainer, [0.9] * 6, "pretrain_steps=6") == []
     assert warned(trainer, [0.9] * 6, "pretrain_steps=4") == [5]

@@ -36,7 +36,14 @@ TINY = [
 ]
 # Everything that has a state: dropout masks, averaged weights, two phases, moved and mixed images.
 RICH = [*TINY, "model.dropout=0.2", "ema=0.9", "pretrain_steps=2", "augment.crop=1"]
-RICH += ["jacobian_weight=0.1", "jacobian_every=2", "optimizer.clip=1", "label_smoothing=0.1"]
+RICH += [
+    "jacobian_weight=0.1",
+    "jacobian_every=2",
+    "residual_weight=0.1",
+    "residual_every=3",
+    "optimizer.clip=1",
+    "label_smoothing=0.1",
+]
 RICH += ["augment.flip=true", "augment.alternate=true", "augment.cutmix=0.7"]
 
 whole = datasets.load

@@ -267,8 +267,10 @@ def records_text(made: Sequence[Made]) -> str:
                 _shown(run.accuracy if run else None, ".2f"),
                 _shown(run.seconds / 60 if run and run.seconds else None, ".1f"),
                 f"{passed[0]:.0f} s" if passed else "–",
+                _shown(run.epochs[-1].get("residual") if run and run.epochs else None, ".2g"),
                 f"`{' '.join(one.planned.settings)}`",
             ]
         )
     head = ["Run", "State", "Epochs", "Accuracy %, last epoch", "Training min", f"to {GOAL} %"]
-    return "\n".join(["# Record and sprint\n", markdown([*head, "Settings"], lines)])
+    head += ["Forward residual, last epoch", "Settings"]
+    return "\n".join(["# Record and sprint\n", markdown(head, lines)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ def probe(config: Config, root: Path | None = None) -> tuple[Speed, int]:
     trainer = Trainer(config, folder, me, progress.Silent(), None if root is None else str(root))
     with precision(config, me.device):
         _every_rung(trainer, config.pretrain_steps)
-        solved = _step_seconds(trainer, config.pretrain_steps)
+        solved = _solved_seconds(trainer, config.pretrain_steps)
         unrolled = _step_seconds(trainer, 0) if config.pretrain_steps else solved
         trainer.set_phase(config.pretrain_steps)
         trainer.evaluate()  # recorded as a graph
@@ -91,7 +92,7 @@ def _every_rung(trainer: Trainer, first: int) -> None:
     if made is None:
         return
     _, (images, labels) = next(iter(trainer.train_batches.epoch(0)))
-    every = trainer.config.jacobian_every
+    every = trainer.config.residual_every
     penalised = -(-first // every) * every  # the first step at which the penalty can be taken
     middle = (made.forward.middle, made.backward.middle)
     top = len(made.backward.rungs) - 1
@@ -104,8 +105,23 @@ def _every_rung(trainer: Trainer, first: int) -> None:
     made.penalty.weight = made.penalty.base
 
 
+def _solved_seconds(trainer: Trainer, first: int) -> float:
+    """Of a step from ``first`` on, in the mean: some have a penalty."""
+    config = trainer.config
+    penalties = (
+        (config.jacobian_weight, config.jacobian_every),
+        (config.residual_weight, config.residual_every),
+    )
+    rates = [every for weight, every in penalties if weight > 0]
+    period = math.lcm(*rates)
+    kinds: dict[tuple[bool, ...], list[int]] = {}
+    for step in range(first, first + period):
+        kinds.setdefault(tuple(step % every == 0 for every in rates), []).append(step)
+    return sum(len(steps) * _step_seconds(trainer, steps[0]) for steps in kinds.values()) / period
+
+
 def _step_seconds(trainer: Trainer, first: int) -> float:
-    """Of the steps from ``first`` on; the median would hide steps that take long now and then."""
+    """Of steps like this one; the median would hide steps that take long now and then."""
     trainer.step = first
     start, done = 0.0, 0
     while done < RECORDING + TIMED:

@@ -1,4 +1,4 @@
-"""The adaptive method: forward steps, refinement and the Jacobian penalty follow the residuals.
+"""The adaptive method: forward steps, refinement and the residual penalty follow the residuals.
 
 Every so many steps the loop hands over the means of two relative residuals, that of the fixed point
 where the solver stopped and that of the adjoint equation which the backward pass left.  Each has a
@@ -7,8 +7,9 @@ target and a ladder of costs:
 - above its target, one rung up at once: more forward steps, or more VJPs;
 - well below it for a while, one rung down.  If that has to be taken back, the next try waits twice
   as long, so that it settles instead of flapping;
-- above its target on the highest rung: f is no longer contractive enough for the budget, and the
-  weight of the Jacobian penalty is doubled.  It is halved again while there are rungs to spare.
+- above its target on the highest rung: the budget no longer finds an equilibrium of f, and the
+  weight of the residual penalty, which gives f one, is doubled.  It is halved again while there
+  are rungs to spare.
 
 It begins in the middle of each ladder.  On the lowest rungs, the first epoch, in which the rate is
 at its largest, would be trained with the worst solves, until enough looks have led up.  On the
@@ -38,7 +39,7 @@ class Choice:
 
     steps: int
     refine: int
-    jacobian_weight: float
+    residual_weight: float
 
     def solver(self, config: Config) -> Solver:
         return replace(config.solver, max_iter=self.steps).build()
@@ -50,7 +51,7 @@ class Choice:
         return {
             "max_iter": self.steps,
             "refine": self.refine,
-            "jacobian_weight": self.jacobian_weight,
+            "residual_weight": self.residual_weight,
         }
 
 
@@ -113,7 +114,7 @@ class Ladder:
 
 
 class Penalty:
-    """The weight of the Jacobian penalty: ``base`` unless the ladders are at their end."""
+    """The weight of the residual penalty: ``base`` unless the ladders are at their end."""
 
     def __init__(self, base: float, least: float, most: float, patience: int) -> None:
         self.base, self.least, self.most = base, max(least, base), max(most, base)
@@ -134,14 +135,14 @@ class Penalty:
 class Controller:
     """Chooses for the steps that follow; `look` is the only time that it changes its mind."""
 
-    def __init__(self, config: AdaptConfig, jacobian_weight: float) -> None:
+    def __init__(self, config: AdaptConfig, residual_weight: float) -> None:
         self.every = config.every
         self.forward = Ladder(config.steps, config.forward, config.room, config.patience)
         self.backward = Ladder(config.refine, config.backward, config.room, config.patience)
         self.penalty = Penalty(
-            jacobian_weight,
-            config.jacobian_least,
-            config.jacobian_most,
+            residual_weight,
+            config.penalty_least,
+            config.penalty_most,
             LOWERING * config.patience,
         )
         self.exhausted = False  # at the last look there was nothing left to raise
@@ -167,18 +168,18 @@ class Controller:
         return {
             "forward": self.forward.state(),
             "backward": self.backward.state(),
-            "jacobian_weight": self.penalty.weight,
-            "jacobian_calm": self.penalty.calm,
+            "residual_weight": self.penalty.weight,
+            "residual_calm": self.penalty.calm,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.forward.restore(state["forward"])
         self.backward.restore(state["backward"])
-        # At least what the configuration asks for now, which may be more than it did.
-        self.penalty.weight = min(
-            max(state["jacobian_weight"], self.penalty.base), self.penalty.most
-        )
-        self.penalty.calm = state["jacobian_calm"]
+        # At least what the configuration asks for now, which may be more than it did.  Older
+        # checkpoints have the weight of another penalty, under another name.
+        weight = state.get("residual_weight", 0.0)
+        self.penalty.weight = min(max(weight, self.penalty.base), self.penalty.most)
+        self.penalty.calm = state.get("residual_calm", 0)
 
 
 def exhausted(step: int, residual: float, backward_residual: float) -> str:
@@ -186,5 +187,5 @@ def exhausted(step: int, residual: float, backward_residual: float) -> str:
     return (
         f"warning: mean residuals of {residual:.1e} forward and {backward_residual:.1e} backward "
         f"at step {step}, with all the steps and penalty that adapt.steps, adapt.refine and "
-        "adapt.jacobian_most allow: lower optimizer.lr, or raise adapt.forward or adapt.backward"
+        "adapt.penalty_most allow: lower optimizer.lr, or raise adapt.forward or adapt.backward"
     )

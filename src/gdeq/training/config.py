@@ -167,17 +167,17 @@ class AdaptConfig:
     refine: tuple[int, ...] = (0, 1, 2, 3, 5)  # the rungs for gradient.refine
     room: float = 0.3  # below this share of the target one rung down is tried
     patience: int = 2  # looks in a row with such room before that
-    jacobian_least: float = 0.5  # weight of the penalty when the budget does not suffice, at first
-    jacobian_most: float = 16.0  # weight of the penalty at most
+    penalty_least: float = 1.0  # residual_weight when the budget does not suffice, at first
+    penalty_most: float = 64.0  # residual_weight at most
 
     def __post_init__(self) -> None:
         check_flag(self, "enabled")
-        for name in ("forward", "backward", "jacobian_least"):
+        for name in ("forward", "backward", "penalty_least"):
             check_real(self, name, 0.0, open_low=True)
         check_integer(self, "every", 1)
         check_integer(self, "patience", 1)
         check_real(self, "room", 0.0, 1.0)
-        check_real(self, "jacobian_most", self.jacobian_least)
+        check_real(self, "penalty_most", self.penalty_least)
         for name, least in (("steps", 1), ("refine", 0)):
             rungs = getattr(self, name)
             whole = all(isinstance(n, int) and not isinstance(n, bool) for n in rungs)
@@ -203,8 +203,10 @@ class Config:
     label_smoothing: float = 0.0  # share of the target that goes to all classes
     ema: float = 0.0  # decay of the averaged weights that are evaluated; 0: none
     jacobian_weight: float = 0.0  # weight of the Jacobian penalty
-    jacobian_every: int = 5  # the penalty is taken at every so many steps
+    jacobian_every: int = 5  # the Jacobian penalty is taken at every so many steps
     jacobian_step: float | None = None  # penalty by differences of this share of z; else exact
+    residual_weight: float = 0.0  # weight of the residual penalty, which draws f(z) to z
+    residual_every: int = 5  # the residual penalty is taken at every so many steps
     log_every: int = 10  # steps from one line of metrics to the next
     test_every: int = 1  # epochs from one test to the next; the last one is always tested
     checkpoint_seconds: float = 60.0  # from one checkpoint to the next
@@ -231,6 +233,8 @@ class Config:
         check_real(self, "ema", 0.0, 0.999999)
         check_real(self, "jacobian_weight", 0.0)
         check_integer(self, "jacobian_every", 1)
+        check_real(self, "residual_weight", 0.0)
+        check_integer(self, "residual_every", 1)
         if self.jacobian_step is not None:
             check_real(self, "jacobian_step", 0.0, open_low=True)
         check_integer(self, "log_every", 1)
@@ -311,6 +315,10 @@ def load(
     config = from_dict(settings)
     _check_read(config, given, gradients)
     return config
+
+
+# In the files of runs made before: nothing reads them any more.
+GONE = {"adapt.jacobian_least", "adapt.jacobian_most"}
 
 
 def from_dict(settings: dict[str, Any]) -> Config:
@@ -456,6 +464,8 @@ def _build(kind: type, settings: dict[str, Any], prefix: str) -> Any:
     hints = typing.get_type_hints(kind)
     values: dict[str, Any] = {}
     for key, value in settings.items():
+        if f"{prefix}{key}" in GONE:
+            continue
         if key not in hints:
             raise _unknown(f"{prefix}{key}")
         hint = hints[key]

@@ -22,9 +22,9 @@ def check_finite(loss: float, step: int, run: Path) -> None:
         return
     raise DivergedError(
         f"the loss became NaN or infinite at or before step {step}; {kept(run)}.  Try "
-        "a lower optimizer.lr, optimizer.clip=1, or jacobian_weight=1 to keep f contractive, "
-        f"with precision=float32 to see whether it is rounding: `gdeq train --resume {run} "
-        "optimizer.clip=1`"
+        "a lower optimizer.lr, optimizer.clip=1, or residual_weight=5 so that f keeps an "
+        "equilibrium; with precision=float32 to see whether it is rounding: "
+        f"`gdeq train --resume {run} optimizer.clip=1`"
     )
 
 

@@ -19,7 +19,7 @@ from gdeq import data as datasets
 from gdeq.gradients import Unrolled
 from gdeq.models.mdeq import MDEQ
 from gdeq.options import count
-from gdeq.regularize import hold, jacobian_penalty
+from gdeq.regularize import hold, jacobian_penalty, residual_penalty
 from gdeq.training import checkpoint
 from gdeq.training.adapting import Controller, exhausted
 from gdeq.training.averaging import Average
@@ -81,16 +81,17 @@ class Trainer:
         self.total = config.epochs * len(self.train_batches)
         self.step = 0
         adapt = config.adapt
-        self.controller = Controller(adapt, config.jacobian_weight) if adapt.enabled else None
+        self.controller = Controller(adapt, config.residual_weight) if adapt.enabled else None
         self.told: int | None = None  # the epoch of its last warning
         # Between several GPUs gradients are exchanged by threads that no graph sees.
         alone = device.type == "cuda" and process.world_size == 1
         self.recordings = Recordings(config.graph and alone, shared=adapt.enabled)
-        self.penalised = False  # whether the step under way has the Jacobian penalty
-        # Its weight; on a GPU a step reads it where it lies.
-        self.penalty_weight: float | Tensor = config.jacobian_weight
-        if device.type == "cuda":
-            self.penalty_weight = torch.full((), config.jacobian_weight, device=device)
+        self.penalised: tuple[str, ...] = ()  # the penalties of the step under way
+        # Their weights; on a GPU a step reads them where they lie.
+        self.penalty_weights: dict[str, float | Tensor] = {
+            name: torch.zeros((), device=device) if device.type == "cuda" else 0.0
+            for name in ("jacobian", "residual")
+        }
         self.seconds = 0.0  # spent training, over all pieces of the run
         self.sums, self.test_sums = Sums(device), Sums(device)  # of this epoch
         self.saved_at = time.monotonic()
@@ -319,18 +320,28 @@ class Trainer:
         config = self.config
         torch.clear_autocast_cache()  # its half-precision copies are of the weights before a step
         self.set_phase(step)
-        # Unrolled, there is no equilibrium whose Jacobian could be held down.
+        # Unrolled, there is no equilibrium to speak of.
         solved = step >= config.pretrain_steps
         if step == config.pretrain_steps:
             self.sums.look()  # what went before says nothing of the solver
-        weight = config.jacobian_weight
+        residual_weight = config.residual_weight
         if self.controller is not None:
-            weight = self.controller.choice.jacobian_weight
-        self.penalised = solved and weight > 0 and step % config.jacobian_every == 0
-        if not isinstance(self.penalty_weight, Tensor):
-            self.penalty_weight = weight
-        elif self.penalised:
-            self.penalty_weight.fill_(weight)
+            residual_weight = self.controller.choice.residual_weight
+        wanted = {
+            "jacobian": (config.jacobian_weight, config.jacobian_every),
+            "residual": (residual_weight, config.residual_every),
+        }
+        self.penalised = tuple(
+            name
+            for name, (weight, every) in wanted.items()
+            if solved and weight > 0 and step % every == 0
+        )
+        for name in self.penalised:
+            weight, kept = wanted[name][0], self.penalty_weights[name]
+            if isinstance(kept, Tensor):
+                kept.fill_(weight)
+            else:
+                self.penalty_weights[name] = weight
         set_rate(self.optimizer, learning_rate(config, step, self.total))
         if self.average is not None:
             self.average.prepare(step)
@@ -339,14 +350,14 @@ class Trainer:
     def _compute(self, images: Tensor, labels: Tensor) -> None:
         """The step itself: reads and writes tensors that stay where they are, waits for nothing."""
         config, model = self.config, self.model
-        # The penalty is on the f that was solved: with its dropout masks and its injection.
+        # Penalties are on the f that was solved: with its dropout masks and its injection.
         with hold(model.deq.cell), _outputs(model.stem) as injections:
             logits = self.wrapped(images)
             loss = cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
             objective = loss
-            if self.penalised:
-                penalty = self._jacobian_penalty(*injections)
-                objective = loss + self.penalty_weight * penalty
+            for name in self.penalised:
+                penalty = self._penalty(name, *injections)
+                objective = objective + self.penalty_weights[name] * penalty
         self.optimizer.zero_grad(set_to_none=True)
         objective.backward()
         self.clip_gradients()
@@ -359,11 +370,14 @@ class Trainer:
         if self.config.optimizer.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
 
-    def _jacobian_penalty(self, injection: Tensor) -> Tensor:
+    def _penalty(self, name: str, injection: Tensor) -> Tensor:
         deq = self.model.deq
         assert deq.solution is not None
+        z = deq.solution.z
+        if name == "residual":
+            return residual_penalty(lambda z: deq.cell(z, injection), z)
         step = self.config.jacobian_step
-        return jacobian_penalty(lambda z: deq.cell(z, injection), deq.solution.z, step=step)
+        return jacobian_penalty(lambda z: deq.cell(z, injection), z, step=step)
 
     # -- what it tells ---------------------------------------------------------------------------
 
