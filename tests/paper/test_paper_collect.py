@@ -213,6 +213,17 @@ def test_the_page_comes_too(collected):
     assert "gdeq-pretrained-seed0" in page
     assert "steps04-gdeq" not in page
     assert not (collected / "table2.csv").exists()  # it went where --out said
+    assert not (collected / "out" / "report-record").exists()
+
+
+def test_the_record_has_a_page_of_its_own(tmp_path):
+    make(tmp_path, "npg-seed0", 91.0, epochs=2)
+    make(tmp_path, "record", 95.0, epochs=4)
+    collecting.collect(tmp_path)
+    pages = [(tmp_path / name / "runs.csv").read_text() for name in ("report", "report-record")]
+    assert ["npg-seed0" in page for page in pages] == [True, False]
+    assert ["record" in page for page in pages] == [False, True]
+    assert row_of((tmp_path / "record.md").read_text(), "record")[3] == "95.00"
 
 
 def test_one_run_is_enough(gdeq, tmp_path):

@@ -40,13 +40,15 @@ def collect(folder: Path, out: Path | None = None) -> list[Path]:
     place.csv("steps", studies.STEPS_HEAD, lines)
     place.text("steps", studies.steps_text(made))
     place.figures(studies.steps_figures(made), with_csv=False)  # steps.csv holds all of them
-    shown = [one.run.path for one in made if one.run and one.planned.group not in STUDIES]
-    if shown:
-        place.files.append(report.write(shown, place.out / "report"))
+    for name, groups in PAGES.items():
+        shown = [one.run.path for one in made if one.run and one.planned.group in groups]
+        if shown:
+            place.files.append(report.write(shown, place.out / name))
     return place.files
 
 
-STUDIES = ("steps", "tolerance")
+# A page each: beside a run six times as long, the figures of Table 2 would show nothing.
+PAGES = {"report": ("table2", "similarity"), "report-record": ("record", "sprint")}
 
 
 def progress(folder: Path) -> str:
