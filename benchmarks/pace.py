@@ -1,4 +1,4 @@
-"""Seconds of whole epochs: data, steps, tests, checkpoints; and what 220 of them would take.
+"""Seconds of whole epochs: data, steps, tests; and what 220 of them would take.
 
 PYTHONPATH=src python3 benchmarks/pace.py --data DATA batch_size=128 gradient=gdeq
 """
@@ -40,6 +40,8 @@ def main() -> None:
         parser.error("--epochs must be at least 2: the first one compiles and records")
     config = configs.load(options.preset, [*options.settings, f"epochs={options.epochs}"])
     config = configs.replace(config, test_every=1)
+    if config.pretrain_steps or config.adapt.enabled:
+        parser.error("pre-training and adapting make epochs of different length: leave them out")
     clock = Clock()
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

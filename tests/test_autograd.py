@@ -359,6 +359,27 @@ def test_second_backward_without_retain_graph_is_pytorchs_error(device, gradient
         loss.backward()
 
 
+@pytest.mark.parametrize("name", ["GDEQ-refine", "Implicit-first-order", "Measured"])
+def test_a_residual_is_measured_in_the_pass_that_made_its_w(device, name):
+    """One for some gradients alone never comes to z; a later one past f may, without a w."""
+    w = (0.3 * torch.randn(4, 4, dtype=F64, device=device)).requires_grad_()
+    x = torch.randn(3, 4, dtype=F64, device=device)
+    inside = []
+
+    def f(z):
+        inside.append(z @ w + x)
+        return torch.tanh(inside[-1])
+
+    found = gdeq.fixed_point(f, torch.zeros_like(x), gdeq.Broyden(4, 0.0), GRADIENTS[name])
+    torch.autograd.grad(found.z.sum(), [w], retain_graph=True)
+    before = found.backward.residual
+    inside[-1].square().sum().backward(retain_graph=True)
+    assert (found.backward.residual is None) == (before is None)
+    assert before is None or torch.equal(found.backward.residual, before)
+    found.z.sum().backward()
+    assert found.backward.residual is not None
+
+
 @every_gradient
 def test_gradient_for_a_subset_of_inputs(device, gradient):
     deq = layer(device, gradient)

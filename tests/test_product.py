@@ -198,6 +198,34 @@ def test_a_refinement_is_broyden_s_method_with_a_bounded_last_step(
     assert shortened == (0 if amplification == 3.0 else len(v))
 
 
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_refinement_that_makes_it_far_worse_is_taken_back(form, at):
+    """Of sample 1 the residual after step ``at`` is 2.1 times the one before, of sample 2 1.9."""
+    problem = Wide(radius=0.5).to(DEVICE)
+    v, times = problem.cotangent(), 4
+    seen, residuals = [], []
+
+    def vjp(u):
+        seen.append(u)
+        product = times_each(matrices.mT, u)
+        if len(seen) == at:
+            for sample, factor in [(1, 2.1), (2, 1.9)]:
+                r = v[sample] + product[sample] - u[sample]
+                before = residuals[-1][sample].norm()
+                product[sample] += r * (factor * before / r.norm() - 1)
+        residuals.append(v + product - u)
+        return product
+
+    with choice.use(form):
+        solution = gdeq.solve(problem, problem.z0, gdeq.Broyden(8, 0.0))
+    matrices = problem.dense_jacobian(solution.z)
+    with choice.use(form), torch.no_grad():
+        w = gdeq.GDEQ(refine=times).cotangent(v, vjp, solution).w
+    assert torch.equal(w[1], seen[at - 2][1])
+    assert all(torch.equal(u[1], w[1]) for u in seen[at:])
+    assert not torch.equal(seen[at][2], seen[at - 1][2])
+
+
 def times_each(matrices, x):  # (batch, d, d), (batch, d) -> (batch, d)
     return torch.einsum("bij,bj->bi", matrices, x)
 
@@ -255,7 +283,7 @@ def test_a_fused_refinement_is_the_plain_one(
             return product
 
         w = inverse.negative_matvec(v)
-        found = inverse.refined(w, v, vjp, times, 1e-3, amplification)
+        found = inverse.refined(w, v, vjp, times, 1e-3, amplification, gradients.SETBACK)
         if found is None:
             found = gdeq.GDEQ(refine=times)._refine(w, v, vjp, inverse, 1e-3)
         assert len(calls) == times
@@ -287,11 +315,11 @@ def test_what_is_differentiated_is_not_refined_in_kernels():
     inverse = drawn_inverse(2, 3, 20, torch.float64, torch.float64)
     v = torch.randn(2, 20, dtype=torch.float64, device=DEVICE)
     with choice.use("triton"):
-        assert inverse.refined(v, v, torch.zeros_like, 1, 1e-3, 3.0) is None
+        assert inverse.refined(v, v, torch.zeros_like, 1, 1e-3, 3.0, 2.0) is None
         with torch.no_grad():
-            assert inverse.T.refined(v, v, torch.zeros_like, 1, 1e-3, 3.0) is None
-            assert inverse.refined(v, v, torch.zeros_like, 126, 1e-3, 3.0) is None
-            assert inverse.refined(v, v, torch.zeros_like, 1, 1e-3, 3.0) is not None
+            assert inverse.T.refined(v, v, torch.zeros_like, 1, 1e-3, 3.0, 2.0) is None
+            assert inverse.refined(v, v, torch.zeros_like, 126, 1e-3, 3.0, 2.0) is None
+            assert inverse.refined(v, v, torch.zeros_like, 1, 1e-3, 3.0, 2.0) is not None
 
 
 def test_a_sample_that_misses_the_tolerance_gets_its_best_iterate_and_that_inverse(form):

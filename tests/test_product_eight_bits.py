@@ -435,7 +435,7 @@ def test_a_refinement_reads_them_too(sizes, times):
     for form in ("plain", "triton"):
         with choice.use(form), torch.no_grad():
             w = inverse.T.negative_matvec(v)
-            refined = inverse.T.refined(w, v, lambda u: u @ matrix, times, 1e-3, 3.0)
+            refined = inverse.T.refined(w, v, lambda u: u @ matrix, times, 1e-3, 3.0, 2.0)
             assert (refined is None) == (form == "plain")
             if refined is None:
                 refined = gdeq.GDEQ(refine=times)._refine(

@@ -58,6 +58,9 @@ class _Link:
     noise: Tensor | None = None  # (batch,) the residual norm that its w leaves behind
     twice: bool = False  # a backward pass was itself differentiated
 
+    def forget(self) -> None:
+        self.v = self.w = self.size = None
+
 
 class _Direct(torch.autograd.Function):
     """z* where w needs no product with J: a function of the tensors of f(z*) alone.
@@ -108,7 +111,7 @@ class _Input(torch.autograd.Function):
             with full_precision(product.device):
                 size = residual_norm(link.v, link.w, product)
                 _record(link.solution, relative(size, link.size))
-            link.v = link.w = link.size = None
+            link.forget()
         return None, None, None
 
 
@@ -136,6 +139,8 @@ class _Output(torch.autograd.Function):
             link.v, w = v.detach(), found.w
             if not link.in_remainder:
                 link.w = w
+                # A pass that was asked for some gradients alone may never come to the input node.
+                _at_the_end_of_this_pass(link.forget)
                 return None, w, None, None
             link.noise = _noise(link, found, link.v)
             if again:
@@ -232,6 +237,10 @@ def _measure(solution: Solution, r: Tensor, v: Tensor) -> None:
 
 def _record(solution: Solution, residual: Tensor) -> None:  # (batch,)
     solution.record.measured(residual, slack=10 * solution.precision)
+
+
+def _at_the_end_of_this_pass(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _check_second_order(gradient: Gradient) -> None:

@@ -30,6 +30,8 @@ from gdeq.state import Vectorized
 # The last step of a refinement may be so many times as long beside its residual as w is beside v.
 # Where an inverse is sound it is shorter: no median of benchmarks/gradients.py changes by it.
 AMPLIFICATION = 3.0
+# A step that makes the residual so many times as large is taken back, and is the sample's last.
+SETBACK = 2.0
 
 
 class Gradient:
@@ -171,7 +173,7 @@ class GDEQ(Gradient):
         inverse = forward_inverse(solution)
         w = inverse.T.negative_matvec(v)
         if self.refine:
-            how = self.refine, solution.precision, AMPLIFICATION
+            how = self.refine, solution.precision, AMPLIFICATION, SETBACK
             refined = inverse.T.refined(w, v, vjp, *how)  # on a GPU
             if refined is None:
                 refined = self._refine(w, v, vjp, inverse.T, solution.precision)
@@ -192,10 +194,12 @@ class GDEQ(Gradient):
         factors: list[tuple[Tensor, Tensor, Tensor]] = []
         for _ in range(self.refine):
             before, r = r, v + vjp(w) - w
-            # Where that is not finite, the last w that was seen whole is the result.
-            finite = torch.isfinite(norm(r))  # (batch,)
-            whole = w if good is None else select(good & finite, w, whole)
-            good = finite if good is None else good & finite
+            # Where that is not finite, or far worse than before, the w before is the result.
+            sane = torch.isfinite(norm(r))  # (batch,)
+            if good is not None:
+                sane &= good & (norm(r) <= SETBACK * norm(before))
+            whole = w if good is None else select(sane, w, whole)
+            good = sane
             q = inverse.negative_matvec(r)
             for s, share, after in factors:
                 q = q + after * (share * dot(s, q))
@@ -210,7 +214,8 @@ class GDEQ(Gradient):
             if len(factors) == self.refine:  # nothing measures where this one leads: be careful
                 bound = AMPLIFICATION * norm(r) * (norm(w) / norm(v))
                 share = torch.clamp(bound / norm(after), max=1.0).nan_to_num(1.0)  # 0/0: no step
-                after = after * share.unsqueeze(1)
+                share = share.unsqueeze(1)
+                after = torch.where(share > 0, share * after, 0.0)  # it may not be finite
             w, step = select(good, w + after, whole), after
         return w
 

@@ -50,6 +50,7 @@ class Inverse:
         times: int,
         precision: float,
         amplification: float,
+        setback: float,
     ) -> Tensor | None:  # (batch, d)
         """What `gdeq.GDEQ` makes of w = −B⁻¹v by so many products, where that is fused; else None.
 

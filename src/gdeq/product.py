@@ -88,6 +88,7 @@ class ProductInverse(Inverse):
         times: int,
         precision: float,
         amplification: float,
+        setback: float,
     ) -> Tensor | None:  # (batch, d)
         # The kernels are of the one form that GDEQ asks for, and have no derivative.
         of_the_kind = self.transposed and v.dtype == w.dtype == self.gram.dtype
@@ -99,7 +100,7 @@ class ProductInverse(Inverse):
             return None
         return fused.refined(
             self.steps, self.gram, self.keep, self.scales,
-            w, v, vjp, times, precision, amplification,
+            w, v, vjp, times, precision, amplification, setback,
         )  # fmt: skip
 
     def _apply(self, x: Tensor, negative: bool) -> Tensor:

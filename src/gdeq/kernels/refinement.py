@@ -138,8 +138,8 @@ def _row(gram, keep, b, j, p, PLACES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "taken"])
 def _decide(
-    norms, partial, gram, keep, shares, weight, lead, verdict,
-    chunks, count, taken, times, eps, noise, amplification,
+    norms, partial, gram, keep, shares, weight, lead, verdict, last_size,
+    chunks, count, taken, times, eps, noise, amplification, setback,
     FIRST: tl.constexpr, LAST: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """All that `_refine` makes of inner products, and x by `transposed_weights`: one sample."""
@@ -167,9 +167,11 @@ def _decide(
     good = size < INFINITY
     now = tl.where(good, TAKEN, SKIPPED)  # without a whole w before, this one is the result
     if not FIRST:
+        good = good & (size <= setback * tl.load(last_size + b))
         was = tl.load(verdict + b)
         now = tl.where(was == TAKEN, tl.where(good, TAKEN, TAKEN_BACK), SKIPPED)
     tl.store(verdict + b, now)
+    tl.store(last_size + b, size)
 
     # x, first of the forward solve's factors, then of those that were made here
     of_b = gram + b * PLACES * PLACES
@@ -218,7 +220,7 @@ def _decide(
         tl.store(shares + b * times + taken, tl.where(sound, 1 / squared, 0.0))
         tl.store(of_b + last * PLACES + p, row, mask=p <= last)
         tl.store(of_b + p * PLACES + last, row, mask=p < last)
-    tl.store(weight + b * PLACES + p, longer * x)
+    tl.store(weight + b * PLACES + p, tl.where(longer != 0, longer * x, 0.0))  # x may be infinite
     tl.store(lead + b, longer)
 
 
@@ -231,7 +233,7 @@ def _go(
 ):  # fmt: skip
     """t_{k+1} = lead·r + Σ weight_j s_j + Σ weight_{n+i} t_i, and w + t_{k+1}: one chunk.
 
-    For a sample whose r was not finite the last w that was seen whole.
+    For a sample whose r was not finite, or far worse than before, the w before.
     """
     chunk, b = work(BACKWARDS)
     lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
@@ -271,6 +273,7 @@ def refined(
     times: int,
     precision: float,
     amplification: float,
+    setback: float,
 ) -> Tensor:
     """`GDEQ._refine` with the inverse of these steps, transposed; w = −B⁻ᵀv."""
     batch, count, d = steps.shape
@@ -288,6 +291,7 @@ def refined(
     norms, partial = v.new_empty(batch, chunks, 4), v.new_empty(batch, chunks, 2, wide)
     weight, lead, shares = v.new_empty(batch, wide), v.new_empty(batch), v.new_empty(batch, times)
     verdict = torch.empty(batch, dtype=torch.int32, device=v.device)
+    last_size = v.new_empty(batch)  # ‖r‖
     later = v.new_empty(times - 1, batch, d)  # t_1, t_2, …
     residuals = v.new_empty(min(2, times - 1), batch, d)  # this one and the one before
     eps, noise = torch.finfo(v.dtype).eps, noise_level(precision)
@@ -313,8 +317,8 @@ def refined(
                 TILE=DOTS_TILE, **ends, **common, num_warps=DOTS_WARPS,
             )  # fmt: skip
             _decide[(batch,)](
-                norms, partial, gram, kept, shares, weight, lead, verdict,
-                chunks, count, taken, times, eps, noise, amplification,
+                norms, partial, gram, kept, shares, weight, lead, verdict, last_size,
+                chunks, count, taken, times, eps, noise, amplification, setback,
                 CHUNKS=32, PLACES=wide, **ends, num_warps=1,
             )  # fmt: skip
             _go[(chunks, batch)](

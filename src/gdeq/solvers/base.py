@@ -85,7 +85,8 @@ class Solver:
 
 # A change of g counts as seen only if it is this many times the rounding of f; what is learned from
 # less is noise, and spoils an inverse that was good.  In half precision f rounds its result only,
-# not the sums in it, and the roundings of many entries average: little more than one is enough.
+# not the sums in it, and the roundings of many entries average: little more than one is enough (for
+# a state of fewer than some sixteen numbers it is too little).
 SEEN, SEEN_IN_HALF = 10.0, 1.25
 
 
