@@ -198,9 +198,9 @@ def test_a_refinement_is_broyden_s_method_with_a_bounded_last_step(
     assert shortened == (0 if amplification == 3.0 else len(v))
 
 
-@pytest.mark.parametrize("at", [2, 3])
-def test_a_refinement_that_makes_it_far_worse_is_taken_back(form, at):
-    """Of sample 1 the residual after step ``at`` is 2.1 times the one before, of sample 2 1.9."""
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_a_refinement_that_ends_far_worse_gives_its_best_w(form, at):
+    """From step ``at`` on, the residual of sample 1 is 2.1 times the one before, of 2 1.9 times."""
     problem = Wide(radius=0.5).to(DEVICE)
     v, times = problem.cotangent(), 4
     seen, residuals = [], []
@@ -208,10 +208,10 @@ def test_a_refinement_that_makes_it_far_worse_is_taken_back(form, at):
     def vjp(u):
         seen.append(u)
         product = times_each(matrices.mT, u)
-        if len(seen) == at:
+        if len(seen) >= at:
             for sample, factor in [(1, 2.1), (2, 1.9)]:
                 r = v[sample] + product[sample] - u[sample]
-                before = residuals[-1][sample].norm()
+                before = residuals[at - 2][sample].norm()
                 product[sample] += r * (factor * before / r.norm() - 1)
         residuals.append(v + product - u)
         return product
@@ -222,8 +222,8 @@ def test_a_refinement_that_makes_it_far_worse_is_taken_back(form, at):
     with choice.use(form), torch.no_grad():
         w = gdeq.GDEQ(refine=times).cotangent(v, vjp, solution).w
     assert torch.equal(w[1], seen[at - 2][1])
-    assert all(torch.equal(u[1], w[1]) for u in seen[at:])
-    assert not torch.equal(seen[at][2], seen[at - 1][2])
+    assert not torch.equal(w[2], seen[at - 2][2])
+    assert len({u[1].norm().item() for u in seen}) == times  # it went on trying
 
 
 def times_each(matrices, x):  # (batch, d, d), (batch, d) -> (batch, d)

@@ -30,7 +30,7 @@ from gdeq.state import Vectorized
 # The last step of a refinement may be so many times as long beside its residual as w is beside v.
 # Where an inverse is sound it is shorter: no median of benchmarks/gradients.py changes by it.
 AMPLIFICATION = 3.0
-# A step that makes the residual so many times as large is taken back, and is the sample's last.
+# Where the last residual is so many times the smallest that was seen, that w is the result.
 SETBACK = 2.0
 
 
@@ -140,7 +140,8 @@ class GDEQ(Gradient):
     (Minimising the residual over the same VJPs, as GMRES does, gives a smaller residual but a
     larger error of w: see benchmarks/gradients.py.)
 
-    refine: spend exactly this many VJPs on it.
+    refine: spend exactly this many VJPs on it.  Where the last residual that they measure is more
+        than twice the smallest, the w of that one is the result.
     tolerance: measure ‖(I − Jᵀ)w − v‖/‖v‖ with one VJP and refine only the samples above this,
         with at most ``max_refine`` more (10 unless given).  A sample that stays above it and is
         worse than JFB uses JFB's w (one more VJP, only if a sample stays above).
@@ -190,16 +191,17 @@ class GDEQ(Gradient):
         The updates are kept as factors I + s_{t+1}s_tᵀ/‖s_t‖² of the inverse (`gdeq.product`).
         """
         eps = torch.finfo(v.dtype).eps
-        step, r, good, whole = w, v, None, w
+        step, r, kept = w, v, w
         factors: list[tuple[Tensor, Tensor, Tensor]] = []
-        for _ in range(self.refine):
+        for count in range(1, self.refine + 1):
             before, r = r, v + vjp(w) - w
-            # Where that is not finite, or far worse than before, the w before is the result.
-            sane = torch.isfinite(norm(r))  # (batch,)
-            if good is not None:
-                sane &= good & (norm(r) <= SETBACK * norm(before))
-            whole = w if good is None else select(sane, w, whole)
-            good = sane
+            size = norm(r)  # (batch,)
+            if count == 1:
+                good, least = torch.isfinite(size), size
+            else:
+                good = good & torch.isfinite(size)
+                better = good & (size < least)
+                kept, least = select(better, w, kept), torch.where(better, size, least)
             q = inverse.negative_matvec(r)
             for s, share, after in factors:
                 q = q + after * (share * dot(s, q))
@@ -211,12 +213,13 @@ class GDEQ(Gradient):
             sound &= change_seen(before, r, w, precision).unsqueeze(1)
             after = q * torch.where(sound, squared / denominator, 1.0)
             factors.append((step, torch.where(sound, 1 / squared, 0.0), after))
-            if len(factors) == self.refine:  # nothing measures where this one leads: be careful
-                bound = AMPLIFICATION * norm(r) * (norm(w) / norm(v))
+            if count == self.refine:  # nothing measures where this one leads: be careful
+                good = good & (size <= SETBACK * least)
+                bound = AMPLIFICATION * size * (norm(w) / norm(v))
                 share = torch.clamp(bound / norm(after), max=1.0).nan_to_num(1.0)  # 0/0: no step
                 share = share.unsqueeze(1)
                 after = torch.where(share > 0, share * after, 0.0)  # it may not be finite
-            w, step = select(good, w + after, whole), after
+            w, step = select(good, w + after, kept), after
         return w
 
     def _refine_where_needed(

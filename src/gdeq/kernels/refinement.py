@@ -138,7 +138,7 @@ def _row(gram, keep, b, j, p, PLACES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "taken"])
 def _decide(
-    norms, partial, gram, keep, shares, weight, lead, verdict, last_size,
+    norms, partial, gram, keep, shares, weight, lead, verdict, best, least,
     chunks, count, taken, times, eps, noise, amplification, setback,
     FIRST: tl.constexpr, LAST: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -165,13 +165,21 @@ def _decide(
     size, of_v, of_w = tl.sqrt(of_r), tl.sqrt(tl.sum(vv, 0)), tl.sqrt(tl.sum(ww, 0))
     change = tl.sqrt(tl.sum(yy, 0))
     good = size < INFINITY
-    now = tl.where(good, TAKEN, SKIPPED)  # without a whole w before, this one is the result
-    if not FIRST:
-        good = good & (size <= setback * tl.load(last_size + b))
-        was = tl.load(verdict + b)
-        now = tl.where(was == TAKEN, tl.where(good, TAKEN, TAKEN_BACK), SKIPPED)
+    now = tl.where(good, TAKEN, SKIPPED)  # without another w, this one is the result
+    if FIRST:
+        tl.store(best + b, 0)
+        tl.store(least + b, size)
+    else:
+        was, smallest = tl.load(verdict + b) == TAKEN, tl.load(least + b)
+        good = good & was
+        better = good & (size < smallest)
+        smallest = tl.where(better, size, smallest)
+        if LAST:
+            good = good & (size <= setback * smallest)
+        now = tl.where(good, TAKEN, tl.where(was, TAKEN_BACK, SKIPPED))
+        tl.store(best + b, tl.where(better, taken, tl.load(best + b)))
+        tl.store(least + b, smallest)
     tl.store(verdict + b, now)
-    tl.store(last_size + b, size)
 
     # x, first of the forward solve's factors, then of those that were made here
     of_b = gram + b * PLACES * PLACES
@@ -226,14 +234,14 @@ def _decide(
 
 @triton.jit(do_not_specialize=["count", "taken"])
 def _go(
-    v, product_w, w, last_w, r_in, later, next_w, steps, scales, table, weight, lead, verdict,
+    v, product_w, w, first, r_in, later, next_w, steps, scales, table, weight, lead, verdict, best,
     batch, d, step_stride, scale_stride, chunks, count, taken,
     FIRST: tl.constexpr, LAST: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     BACKWARDS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """t_{k+1} = lead·r + Σ weight_j s_j + Σ weight_{n+i} t_i, and w + t_{k+1}: one chunk.
 
-    For a sample whose r was not finite, or far worse than before, the w before.
+    For a sample whose r is not finite, or far worse than one before, that one's w: w_0 + t_1 + ….
     """
     chunk, b = work(BACKWARDS)
     lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
@@ -258,7 +266,9 @@ def _go(
             tl.store(later + tl.cast(taken, tl.int64) * batch * d + in_rows, total, mask=inside)
         here += total
     if now == TAKEN_BACK:
-        here = tl.load(last_w + in_rows, mask=inside, other=0.0)
+        here = tl.load(first + in_rows, mask=inside, other=0.0)
+        for i in range(1, tl.load(best + b) + 1):
+            here += _later(later, i, batch, d, in_rows, inside)
     tl.store(next_w + in_rows, here, mask=inside)
 
 
@@ -291,7 +301,7 @@ def refined(
     norms, partial = v.new_empty(batch, chunks, 4), v.new_empty(batch, chunks, 2, wide)
     weight, lead, shares = v.new_empty(batch, wide), v.new_empty(batch), v.new_empty(batch, times)
     verdict = torch.empty(batch, dtype=torch.int32, device=v.device)
-    last_size = v.new_empty(batch)  # ‖r‖
+    best, least = torch.empty_like(verdict), v.new_empty(batch)  # which t led to the smallest ‖r‖
     later = v.new_empty(times - 1, batch, d)  # t_1, t_2, …
     residuals = v.new_empty(min(2, times - 1), batch, d)  # this one and the one before
     eps, noise = torch.finfo(v.dtype).eps, noise_level(precision)
@@ -302,7 +312,7 @@ def refined(
         "PLACES": wide,
     }
     strides = steps.stride(0), units.stride(0)
-    first = last_w = w
+    first = w
     before = r = v
     for taken in range(times):
         product_w = vjp(w).contiguous()
@@ -317,15 +327,15 @@ def refined(
                 TILE=DOTS_TILE, **ends, **common, num_warps=DOTS_WARPS,
             )  # fmt: skip
             _decide[(batch,)](
-                norms, partial, gram, kept, shares, weight, lead, verdict, last_size,
+                norms, partial, gram, kept, shares, weight, lead, verdict, best, least,
                 chunks, count, taken, times, eps, noise, amplification, setback,
                 CHUNKS=32, PLACES=wide, **ends, num_warps=1,
             )  # fmt: skip
             _go[(chunks, batch)](
-                v, product_w, w, last_w, r, later, next_w, steps, units, chunk_table,
-                weight, lead, verdict, batch, d, *strides, chunks, count, taken,
+                v, product_w, w, first, r, later, next_w, steps, units, chunk_table,
+                weight, lead, verdict, best, batch, d, *strides, chunks, count, taken,
                 BACKWARDS=product.tuning.backwards, TILE=APPLY_TILE, **ends, **common,
                 num_warps=APPLY_WARPS,
             )  # fmt: skip
-        before, last_w, w = r, w, next_w
+        before, w = r, next_w
     return w
