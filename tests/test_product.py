@@ -12,6 +12,7 @@ from torch import Tensor
 import gdeq
 from gdeq import gradients
 from gdeq.kernels import choice
+from gdeq.operators import Refinement
 from gdeq.product import ProductInverse
 from gdeq.solution import Status
 from gdeq.solve import iterate
@@ -283,7 +284,8 @@ def test_a_fused_refinement_is_the_plain_one(
             return product
 
         w = inverse.negative_matvec(v)
-        found = inverse.refined(w, v, vjp, times, 1e-3, amplification, gradients.SETBACK)
+        how = Refinement(times, 1e-3, amplification, gradients.SETBACK)
+        found = inverse.refined(w, v, vjp, how)
         if found is None:
             found = gdeq.GDEQ(refine=times)._refine(w, v, vjp, inverse, 1e-3)
         assert len(calls) == times
@@ -314,12 +316,13 @@ def test_a_fused_refinement_is_the_plain_one(
 def test_what_is_differentiated_is_not_refined_in_kernels():
     inverse = drawn_inverse(2, 3, 20, torch.float64, torch.float64)
     v = torch.randn(2, 20, dtype=torch.float64, device=DEVICE)
+    once, often = (Refinement(times, 1e-3, 3.0, 2.0) for times in (1, 126))
     with choice.use("triton"):
-        assert inverse.refined(v, v, torch.zeros_like, 1, 1e-3, 3.0, 2.0) is None
+        assert inverse.refined(v, v, torch.zeros_like, once) is None
         with torch.no_grad():
-            assert inverse.T.refined(v, v, torch.zeros_like, 1, 1e-3, 3.0, 2.0) is None
-            assert inverse.refined(v, v, torch.zeros_like, 126, 1e-3, 3.0, 2.0) is None
-            assert inverse.refined(v, v, torch.zeros_like, 1, 1e-3, 3.0, 2.0) is not None
+            assert inverse.T.refined(v, v, torch.zeros_like, once) is None
+            assert inverse.refined(v, v, torch.zeros_like, often) is None
+            assert inverse.refined(v, v, torch.zeros_like, once) is not None
 
 
 def test_a_sample_that_misses_the_tolerance_gets_its_best_iterate_and_that_inverse(form):

@@ -13,6 +13,7 @@ import torch
 import gdeq
 from gdeq.eight_bits import Scales, chunks_of, in_full, rounded_to_eight_bits
 from gdeq.kernels import choice
+from gdeq.operators import Refinement
 from gdeq.product import PlainSweep, ProductInverse, store_dtype
 from problems import assert_near
 
@@ -435,7 +436,8 @@ def test_a_refinement_reads_them_too(sizes, times):
     for form in ("plain", "triton"):
         with choice.use(form), torch.no_grad():
             w = inverse.T.negative_matvec(v)
-            refined = inverse.T.refined(w, v, lambda u: u @ matrix, times, 1e-3, 3.0, 2.0)
+            how = Refinement(times, 1e-3, 3.0, 2.0)
+            refined = inverse.T.refined(w, v, lambda u: u @ matrix, how)
             assert (refined is None) == (form == "plain")
             if refined is None:
                 refined = gdeq.GDEQ(refine=times)._refine(

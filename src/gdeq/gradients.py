@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gdeq.operators import Inverse, dot, norm, safe_norms
+from gdeq.operators import Inverse, Refinement, dot, norm, safe_norms
 from gdeq.options import check_flag, check_integer, check_real, check_type, options
 from gdeq.solution import Cotangent, Solution
 from gdeq.solve import check_solver, iterate
@@ -174,8 +174,8 @@ class GDEQ(Gradient):
         inverse = forward_inverse(solution)
         w = inverse.T.negative_matvec(v)
         if self.refine:
-            how = self.refine, solution.precision, AMPLIFICATION, SETBACK
-            refined = inverse.T.refined(w, v, vjp, *how)  # on a GPU
+            how = Refinement(self.refine, solution.precision, AMPLIFICATION, SETBACK)
+            refined = inverse.T.refined(w, v, vjp, how)  # on a GPU
             if refined is None:
                 refined = self._refine(w, v, vjp, inverse.T, solution.precision)
             return Cotangent(refined, self.refine)

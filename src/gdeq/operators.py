@@ -17,6 +17,16 @@ from gdeq.options import count
 from gdeq.state import State, StateSpace, Vectorized, full_precision
 
 
+@dataclass(frozen=True)
+class Refinement:
+    """The numbers in `gdeq.GDEQ._refine`."""
+
+    times: int  # products with Jᵀ
+    precision: float  # of f
+    amplification: float
+    setback: float
+
+
 class Inverse:
     """An estimate B⁻¹ of (∂f/∂z − I)⁻¹ for every sample; vectors are ``(batch, d)``."""
 
@@ -42,17 +52,8 @@ class Inverse:
         """B⁻ᵀx."""
         return self.T.matvec(x)
 
-    def refined(
-        self,
-        w: Tensor,  # (batch, d)
-        v: Tensor,  # (batch, d)
-        vjp: Vectorized,
-        times: int,
-        precision: float,
-        amplification: float,
-        setback: float,
-    ) -> Tensor | None:  # (batch, d)
-        """What `gdeq.GDEQ` makes of w = −B⁻¹v by so many products, where that is fused; else None.
+    def refined(self, w: Tensor, v: Tensor, vjp: Vectorized, how: Refinement) -> Tensor | None:
+        """What `gdeq.GDEQ` makes of w = −B⁻¹v, (batch, d), where that is fused; else None.
 
         Then `GDEQ._refine` does the same in more passes over memory.
         """

@@ -44,7 +44,7 @@ from torch import Tensor
 from gdeq.eight_bits import Scales, chunks_of, in_full, rounded_to_eight_bits
 from gdeq.kernels import choice
 from gdeq.ledger import Ledger
-from gdeq.operators import Inverse, norm, safe_norms
+from gdeq.operators import Inverse, Refinement, norm, safe_norms
 from gdeq.recording import current, recording
 from gdeq.solution import Status
 from gdeq.solvers.base import Solver, noise_level
@@ -80,28 +80,16 @@ class ProductInverse(Inverse):
         """−B⁻¹x, the sign at no cost: w = −B⁻ᵀv is ``inverse.T.negative_matvec(v)``."""
         return self._apply(x, negative=True)
 
-    def refined(
-        self,
-        w: Tensor,  # (batch, d)
-        v: Tensor,  # (batch, d)
-        vjp: Vectorized,
-        times: int,
-        precision: float,
-        amplification: float,
-        setback: float,
-    ) -> Tensor | None:  # (batch, d)
+    def refined(self, w: Tensor, v: Tensor, vjp: Vectorized, how: Refinement) -> Tensor | None:
         # The kernels are of the one form that GDEQ asks for, and have no derivative.
         of_the_kind = self.transposed and v.dtype == w.dtype == self.gram.dtype
         if not _in_kernels(v) or not of_the_kind or torch.is_grad_enabled():
             return None
         from gdeq.kernels import refinement as fused  # noqa: PLC0415 (needs Triton)
 
-        if self.steps.shape[1] + times > fused.MOST_VECTORS:
+        if self.steps.shape[1] + how.times > fused.MOST_VECTORS:
             return None
-        return fused.refined(
-            self.steps, self.gram, self.keep, self.scales,
-            w, v, vjp, times, precision, amplification, setback,
-        )  # fmt: skip
+        return fused.refined(self.steps, self.gram, self.keep, self.scales, w, v, vjp, how)
 
     def _apply(self, x: Tensor, negative: bool) -> Tensor:
         differentiable = x.requires_grad and torch.is_grad_enabled()

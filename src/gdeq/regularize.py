@@ -227,6 +227,7 @@ def residual_penalty(f: Callable[[State], State], z: State) -> Tensor:
 
     Differentiable in all that f closes over; z is taken as given, so that training draws f(z) to z:
     f keeps an equilibrium that its solver finds in the steps that it has.  One evaluation of f.
+    Solve and call it within one `hold` where f has dropout: with another mask it is another f.
     """
     space = StateSpace(z)
     on_vectors = space.vectorize(f)

@@ -36,6 +36,7 @@ from gdeq.kernels.chunks import (
     work,
 )
 from gdeq.kernels.product_apply import APPLY_WARPS, BLOCK, DOTS_WARPS
+from gdeq.operators import Refinement
 from gdeq.solvers.base import noise_level
 from gdeq.state import Vectorized
 
@@ -280,13 +281,10 @@ def refined(
     w: Tensor,  # (batch, d)
     v: Tensor,  # (batch, d)
     vjp: Vectorized,
-    times: int,
-    precision: float,
-    amplification: float,
-    setback: float,
+    how: Refinement,
 ) -> Tensor:
     """`GDEQ._refine` with the inverse of these steps, transposed; w = −B⁻ᵀv."""
-    batch, count, d = steps.shape
+    (batch, count, d), times = steps.shape, how.times
     v, w = v.contiguous(), w.contiguous()
     sizes, block = ((d,), BLOCK) if scales is None else (scales.sizes, scales.block)
     units = gram if scales is None else scales.values
@@ -304,7 +302,7 @@ def refined(
     best, least = torch.empty_like(verdict), v.new_empty(batch)  # which t led to the smallest ‖r‖
     later = v.new_empty(times - 1, batch, d)  # t_1, t_2, …
     residuals = v.new_empty(min(2, times - 1), batch, d)  # this one and the one before
-    eps, noise = torch.finfo(v.dtype).eps, noise_level(precision)
+    eps, noise = torch.finfo(v.dtype).eps, noise_level(how.precision)
     common = {
         "SCALED": scales is not None,
         "ALIGNED": all(size % ALIGNMENT == 0 for size in sizes),
@@ -328,7 +326,7 @@ def refined(
             )  # fmt: skip
             _decide[(batch,)](
                 norms, partial, gram, kept, shares, weight, lead, verdict, best, least,
-                chunks, count, taken, times, eps, noise, amplification, setback,
+                chunks, count, taken, times, eps, noise, how.amplification, how.setback,
                 CHUNKS=32, PLACES=wide, **ends, num_warps=1,
             )  # fmt: skip
             _go[(chunks, batch)](
