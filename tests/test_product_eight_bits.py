@@ -423,7 +423,7 @@ def test_steps_in_eight_bits_do_not_spoil_the_gradient(form):
 
 
 @pytest.mark.parametrize("sizes", [ANY_SIZES, ROUND_SIZES], ids=["any size", "multiples of 16"])
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("times", [1, 3])
 def test_a_refinement_reads_them_too(sizes, times):
     steps, batch, d = 6, 4, sum(sizes)
     sweep, _ = drive(product.Sweep, torch.float32, gdeq.Broyden(steps, 0.0), HALF, steps, sizes)
