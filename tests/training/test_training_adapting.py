@@ -17,7 +17,7 @@ from gdeq.solvers import Broyden
 from gdeq.training import adapting, loop, process, progress, recordings, runs
 from gdeq.training import config as configs
 from gdeq.training.config import AdaptConfig
-from gdeq.training.folder import RunFolder
+from gdeq.training.folder import RunError, RunFolder
 
 CPU = process.Process(torch.device("cpu"))
 ADAPT = ["adapt.enabled=true", "solver.tol=0", "adapt.every=1"]
@@ -243,8 +243,9 @@ def test_the_preset_and_its_file(tmp_path):
     config = configs.load("cifar10-adaptive")
     assert config.adapt.enabled
     assert not configs.load("cifar10-fast").adapt.enabled
-    fast = configs.replace(configs.load("cifar10-fast"), solver__max_iter=12, gradient__refine=0)
-    assert configs.differences(fast, config) == ["adapt.enabled: False -> True"]
+    assert configs.differences(configs.load("cifar10-fast"), config) == [
+        "adapt.enabled: False -> True"
+    ]
     run = RunFolder.create(tmp_path / "run", config)
     assert run.config() == config
 
@@ -384,11 +385,11 @@ def test_what_to_do_where_it_no_longer_converges(trainer):
     assert not any("max_iter" in text for text in texts)
 
 
-def test_the_test_is_solved_as_configured(trainer):
+def test_the_test_is_solved_with_the_steps_in_use(trainer):
     made = trainer("solver.max_iter=7", "epochs=1", "ema=0.5")
     scripted(made, [(4, 1, 0.0)])
     made.fit()
-    assert made.evaluated.deq.solution.steps.unique().item() == 7
+    assert made.evaluated.deq.solution.steps.unique().item() == 4
     assert made.model.deq.solution.steps.unique().item() == 4
     found = made.evaluate()
     told = training_runs.metrics(made.run.path)[-1]
@@ -408,6 +409,23 @@ def moving(tmp_path_factory):
         patch.setattr(loop.datasets, "load", training_runs.few)
         runs.train(run, configs.load("digits", MOVING))
     return run
+
+
+def test_a_run_is_opened_with_the_steps_that_were_in_use(moving, few_images):
+    """Where it is evaluated or its gradients are compared."""
+    told = [r for r in training_runs.metrics(moving) if r["kind"] == "epoch"]
+    run = RunFolder.open(moving)
+    for record in told:
+        config = runs.as_trained(run, record["epoch"])
+        used = config.solver.max_iter, config.gradient.refine
+        assert used == (record["max_iter"], record["refine"])
+        assert not config.adapt.enabled
+    model, config, _ = runs.trained_model(moving)
+    assert config.solver.max_iter == told[-1]["max_iter"] != run.config().solver.max_iter
+    assert model.deq.solver == config.solver.build()
+    assert runs.evaluate(moving)["accuracy"] == told[-1]["test_accuracy"]
+    with pytest.raises(RunError, match="which steps it was trained with in epoch 99"):
+        runs.as_trained(run, 99)
 
 
 def test_decisions_are_in_the_records(moving):

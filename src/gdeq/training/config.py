@@ -154,9 +154,8 @@ class AugmentConfig:
 class AdaptConfig:
     """Forward steps, refinement and penalty that follow the residuals (gdeq.training.adapting).
 
-    For gradient=gdeq.  In training ``solver.max_iter``, ``gradient.refine`` are then not read: it
-    begins in the middle of ``steps`` and ``refine``.  The test is still solved with
-    ``solver.max_iter``.
+    For gradient=gdeq.  ``solver.max_iter`` and ``gradient.refine`` are then not read: it begins in
+    the middle of ``steps`` and ``refine``, and a test is solved with the steps then in use.
     """
 
     enabled: bool = False  # choose steps, refinement and penalty by the residuals

@@ -444,13 +444,17 @@ class Trainer:
         torch.clear_autocast_cache()
         model.eval()
         model.deq.solver, model.deq.gradient = self.model.deq.solver, self.model.deq.gradient
+        way: tuple[Any, ...] = (model.deq.solver is None,)
         if self.controller is not None and model.deq.solver is not None:
-            model.deq.solver = self.config.solver.build()  # the same for all epochs
+            # Not with more steps than it is trained with: an f that is not an equilibrium within
+            # them is another function with more.
+            choice = self.controller.choice
+            model.deq.solver = choice.solver(self.config)
+            way += (choice.steps,)
         self.test_sums.clear()
-        unrolled = model.deq.solver is None
         for _, (images, labels) in self.test_batches.epoch():
             if len(images) == self.test_batches.batch_size:
-                self.recordings.run(self._test, (unrolled,), images, labels)
+                self.recordings.run(self._test, way, images, labels)
             else:
                 self._test(images, labels)
         found = self.test_sums.read(self.process)

@@ -18,8 +18,10 @@ from safetensors.torch import load_file
 
 from gdeq import data as datasets
 from gdeq.data import Batches
+from gdeq.gradients import Gradient
 from gdeq.models.mdeq import MDEQ
 from gdeq.options import count
+from gdeq.solvers import Solver
 from gdeq.training import checkpoint, process, progress
 from gdeq.training import config as configs
 from gdeq.training.config import Config, ConfigError
@@ -111,14 +113,33 @@ def reopen(path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, C
     return run, config
 
 
-def trained_model(
-    path: Path, root: Path | None = None, device: str | None = None, weights: str | None = None
-) -> tuple[MDEQ, Config, datasets.Dataset]:
-    """The model of a finished run (or of one of its snapshots), ready to use."""
-    run = RunFolder.open(path)
+def as_trained(run: RunFolder, epoch: int | None = None) -> Config:
+    """The run's configuration; where it was adapted, with what was in use after that epoch (or the
+    last one) in place of the adapting."""
     config = run.config()
+    if not config.adapt.enabled:
+        return config
+    records = [r for r in run.metrics() if r.get("kind") == "epoch" and "max_iter" in r]
+    chosen = [r for r in records if epoch in (None, r["epoch"])]
+    if not chosen:
+        raise RunError(
+            f"{run.path} does not say which steps it was trained with"
+            f"{'' if epoch is None else f' in epoch {epoch}'}: its metrics.jsonl is not complete"
+        )
+    steps, refine = chosen[-1]["max_iter"], chosen[-1]["refine"]
+    return configs.replace(
+        config, adapt__enabled=False, solver__max_iter=steps, gradient__refine=refine
+    )
+
+
+def trained_model(
+    path: Path, root: Path | None = None, device: str | None = None, epoch: int | None = None
+) -> tuple[MDEQ, Config, datasets.Dataset]:
+    """The model of a finished run (or its snapshot after that epoch), ready to use."""
+    run = RunFolder.open(path)
+    config = as_trained(run, epoch)
     place = start_on(device or config.device, "--device ").device
-    file = path / (weights or "weights.safetensors")
+    file = path / ("weights.safetensors" if epoch is None else snapshots(path)[epoch])
     if not file.is_file():
         raise RunError(
             f"{path} has no {file.name}: it is not finished; continue it with "
@@ -177,16 +198,11 @@ def measure_similarity(
     missing = [epoch for epoch in chosen if epoch not in found]
     if missing:
         raise RunError(f"no snapshot of epoch {missing[0]}; there are {sorted(found)}")
-    own, methods = run.config().solver.build(), methods_for(run.config(), alone)
-    others = {name: solver_for(method, own) for name, method in methods.items()}
-    replaced = [name for name, solver in others.items() if solver != own]
-    if replaced:
-        tell(
-            f"the run's solver, {type(own).__name__}, leaves no inverse to reuse: "
-            f"{', '.join(replaced)} are solved by {others[replaced[0]]}"
-        )
     for epoch in chosen:
-        model, config, dataset = trained_model(path, root, device, found[epoch])
+        model, config, dataset = trained_model(path, root, device, epoch)
+        own, methods = config.solver.build(), methods_for(config, alone)
+        if epoch == chosen[0]:
+            _tell_replaced(own, methods, tell)
         if batch_size > len(dataset.train_x):
             raise ConfigError(
                 f"--batch-size {batch_size} is larger than the data set "
@@ -205,6 +221,16 @@ def measure_similarity(
             records.append(record)
             yield record
         _keep_similarity(run, epoch, records, tell)
+
+
+def _tell_replaced(own: Solver, methods: dict[str, Gradient], tell: Callable[[str], None]) -> None:
+    others = {name: solver_for(method, own) for name, method in methods.items()}
+    replaced = [name for name, solver in others.items() if solver != own]
+    if replaced:
+        tell(
+            f"the run's solver, {type(own).__name__}, leaves no inverse to reuse: "
+            f"{', '.join(replaced)} are solved by {others[replaced[0]]}"
+        )
 
 
 def _keep_similarity(
