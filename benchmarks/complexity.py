@@ -141,8 +141,9 @@ class MdeqCase:
         return [both - alone for both, alone in pairs], quartiles(times["forward"])[1]
 
 
-def measure_mdeq(case: MdeqCase, repeats: int, device: torch.device, args: Any) -> list[Any]:
-    rows = []
+def measure_mdeq(case: MdeqCase, repeats: int, args: Any, report: Report) -> list[Any]:
+    rows: list[Any] = []
+    device = torch.device(args.device)
     for name, n, gradient, steps, _ in sweeps(args.quick):
         # What is kept of a forward pass is all its steps: m of them are m kept.
         forward = n if name == "GDEQ over m" else steps
@@ -170,6 +171,7 @@ def measure_mdeq(case: MdeqCase, repeats: int, device: torch.device, args: Any) 
             }
         )
         print(f"{name} {n}: {1e3 * middle:.2f} ms", flush=True)
+        report.csv(rows)  # of one that is cut short, that much is left
         del run, solution, inverse
     return rows
 
@@ -341,7 +343,7 @@ def main() -> None:
             f"MDEQ-{args.mdeq.upper()}, images {side}x{side}, batch {batch}, {precision}, "
             f"{'CUDA graphs' if cuda else 'eager'}, {args.clock} time"
         )
-        rows = measure_mdeq(big, repeats, device, args)
+        rows = measure_mdeq(big, repeats, args, report)
     else:
         channels, size, batch = (8, 8, 2) if args.quick else (16, 16, 8)
         if device.type == "cuda" and not args.quick:
