@@ -97,7 +97,7 @@ def test_rounding_is_to_the_nearest_of_255_numbers_in_each_chunk():
 @triton.jit
 def _round_all(x, whole, scale, chunk_table, batch, d, chunks, BLOCK: tl.constexpr):
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    lane, _row, length, in_rows, _p = place(chunk_table, b, chunk, batch, d, False, BLOCK)
+    lane, _row, length, in_rows, _p = place(chunk_table, b, b, chunk, batch, d, False, BLOCK)
     inside = lane < length
     found, unit = rounded(tl.load(x + in_rows, mask=inside, other=0.0))
     tl.store(whole + in_rows, found.to(tl.int8), mask=inside)
