@@ -41,6 +41,7 @@ from gdeq.kernels.product_judge import (
     STEPS,
     WHOLES,
     judge,
+    stay,
 )
 from gdeq.ledger import Ledger, flight_limit
 from gdeq.narrowing import first_active, gathered_parts
@@ -117,6 +118,11 @@ def _dots(
     b = _sample(rows, at_parts, NARROW)
     if COUNTED:
         count = tl.load(counter)
+    if WATCH and not FIRST:  # noqa: SIM102 (known when it is compiled)
+        if tl.load(whole + b) == 0:  # done: none of its steps is read
+            if chunk == 0:
+                stay(b, lead, real, trace, batch, count, RELATIVE_STOP)
+            return
     kind = z.dtype.element_ty
     lane, row, length, in_rows, in_parts = place(
         chunk_table, b, at_parts, chunk, evaluated, d, ALIGNED, BLOCK
@@ -194,6 +200,10 @@ def _judge(
     b = _sample(rows, tl.program_id(0).to(tl.int64), NARROW)
     if COUNTED:
         count = tl.load(counter)
+    if WATCH and not FIRST:  # noqa: SIM102 (known when it is compiled)
+        if tl.load(whole + b) == 0:
+            stay(b, lead, real, trace, batch, count, RELATIVE_STOP)
+            return
     judge(
         b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
         batch, chunks, count, most, tol, precision, eps, noise, flight,
