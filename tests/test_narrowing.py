@@ -324,6 +324,19 @@ def test_both_ways_are_compared_once_for_each_size():
     assert "narrow=True" in repr(again)
 
 
+def test_functions_and_inference_mode():
+    x, strength = inputs()
+    cell = Cell().to(DEVICE)
+    deq = gdeq.DEQ(lambda z, *given: 1 * cell(z, *given), gdeq.Broyden(14, 1e-9), narrow=True)
+    with choice.use("plain"), torch.inference_mode():
+        deq(x, strength)
+        assert set(cell.given) == {BATCH}  # a layer in training mode
+        expected = deq.solution
+        deq.eval()(x, strength)
+    assert 2 in cell.given
+    assert_same(expected, deq.solution)
+
+
 def test_it_is_true_or_false():
     with pytest.raises(TypeError, match="narrow must be True or False, got 3"):
         gdeq.DEQ(Cell(), narrow=3)
