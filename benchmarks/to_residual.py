@@ -7,6 +7,9 @@ is given a smaller and smaller tolerance until all samples are there by that mea
 is that of f; the algebra of every solver is in float32.
 
     PYTHONPATH=src python3 benchmarks/to_residual.py --weights RUN/weights.safetensors --data DATA
+
+--narrow: each of our rows once more, with samples that are done leaving the batch.  --only-ours
+leaves out torchdeq's.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ SHARES = (1.0, 0.9, 0.8, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12)  # of the tolerance t
 def load(options: argparse.Namespace, fused: bool | str) -> MDEQ:
     weights = load_file(options.weights) if options.weights else {}
     norm = "batch" if any(name.endswith("running_mean") for name in weights) else "group"
+    torch.manual_seed(0)  # without weights, all rows have the same model
     model = mdeq(options.size, dropout=0.0, outer_norm=norm, fused=fused)
     if weights:
         model.load_state_dict(weights)
@@ -128,6 +132,8 @@ def main() -> None:
     parser.add_argument("--tol", type=float, default=1e-3)
     parser.add_argument("--max-iter", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--narrow", action="store_true")
+    parser.add_argument("--only-ours", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -148,11 +154,11 @@ def main() -> None:
         ("tf32 f", "tf32", True),
         ("fp16 f and z", "fp16", False),
     ):
-        for narrow in (False, True):
+        for narrow in (False, True) if options.narrow else (False,):
             name = f"ours, {kind}{', narrow' if narrow else ''}"
             make = functools.partial(ours, wide=wide, narrow=narrow)
             rows.append(measure(name, precision, True, images, options, make))
-    for name in ("broyden", "anderson"):
+    for name in () if options.only_ours else ("broyden", "anderson"):
         for precision in ("tf32", "fp16"):
             rows.append(
                 measure(
@@ -195,12 +201,14 @@ def measure(
         "ms": statistics.median(times),
         "tolerance": share * options.tol,
         "steps": steps.float().max().item(),
+        "median_steps": steps.float().median().item(),
         "median_residual": reached.median().item(),
         "largest_residual": reached.max().item(),
         "reached": bool(reached.max() <= options.tol),
     }
     print(
-        f"{name:26s} {row['ms']:8.2f} ms  {row['steps']:4.0f} steps with tol "
+        f"{name:26s} {row['ms']:8.2f} ms  {row['steps']:4.0f} steps (median "
+        f"{row['median_steps']:.0f}) with tol "
         f"{row['tolerance']:.1e}  residual: median {row['median_residual']:.1e}, largest "
         f"{row['largest_residual']:.1e}{'' if row['reached'] else '  NOT REACHED'}",
         flush=True,
