@@ -55,8 +55,9 @@ class DEQ(nn.Module):
         form runs, `gdeq.product`).  The cell must treat samples independently and take a smaller
         batch: z and each tensor in its inputs (nested in tuples, lists and dicts) whose first
         dimension is the batch size are cut to the samples left, all else is handed over as it is.
-        The first time, both ways are compared: a cell that gives something else for some samples
-        alone is refused with a `gdeq.narrowing.NarrowError`.
+        The first time (after training, and for each shape), both ways are compared: a cell that
+        gives something else for some samples alone is refused with a
+        `gdeq.narrowing.NarrowError`; so is a list with one entry for each sample.
 
     ``z0`` is taken from the call; else from ``cell.initial_state(x, ...)`` where the cell has such
     a method; else it is zeros like x.  ``solution`` is the record of the last call (its z is
@@ -116,6 +117,11 @@ class DEQ(nn.Module):
             solution = replace(solution, z=copied(z))
         self.solution = solution
         return z
+
+    def train(self, mode: bool = True) -> DEQ:
+        if mode:  # the cell may become another function
+            self._narrowed_well.clear()
+        return super().train(mode)
 
     def _map(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Callable[[State], State]:
         if self.narrow and not self.training and narrowing.allowed(self.cell):
@@ -177,4 +183,4 @@ class DEQ(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # The record is of one call; copies and pickles of the layer start without it.
-        return {**super().__getstate__(), "solution": None}
+        return {**super().__getstate__(), "solution": None, "_narrowed_well": set()}

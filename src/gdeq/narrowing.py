@@ -16,17 +16,25 @@ cell and its inputs it is (`CellOnInputs`): `gdeq.DEQ` has both.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sized
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from gdeq.recording import may_wait
 from gdeq.state import State, StateError, VectorMap
 
 LEAST = 16  # samples; of fewer, f hardly takes less time
-ROUNDING = 0.05  # how far f of some samples may be from f of all: half precision is well within
+# How far f of some samples may be from f of all, for each sample: some ten roundings (float32 may
+# be computed in TF32), as another size may be computed by another algorithm.
+ROUNDING = {torch.float64: 1e-4, torch.float32: 0.02, torch.float16: 0.02, torch.bfloat16: 0.05}
+# Inputs that say nothing of single samples.
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module)
 
 
 class NarrowError(StateError):
@@ -46,7 +54,7 @@ class CellOnInputs:
     """z ↦ cell(z, *inputs, **options), for all samples or for some.
 
     checked: the sizes and inputs for which the cell was seen to give the same for some samples
-        alone; shared by all calls of a layer.
+        alone; shared by all calls of a layer until it trains.
     """
 
     def __init__(
@@ -80,16 +88,86 @@ class CellOnInputs:
 
 
 def allowed(cell: object) -> bool:
-    """Whether no part of the cell trains: dropout holds a mask for each sample of the batch."""
-    owner = getattr(cell, "__self__", cell)  # of a bound method, its module
-    return not isinstance(owner, nn.Module) or not any(m.training for m in owner.modules())
+    """Whether no part of the cell trains: dropout holds a mask for each sample of the batch.
+
+    Batch norm that has no averages of its own mixes samples in eval mode too, and is refused.
+    """
+    if isinstance(cell, nn.Module):
+        for name, module in cell.named_modules():
+            if isinstance(module, _BatchNorm) and module.running_mean is None:
+                raise NarrowError(
+                    f"{type(module).__name__} ({name or 'the cell itself'}) has no running "
+                    "averages, so it mixes the samples of a batch in eval mode too, and none may "
+                    "leave: use track_running_stats=True or nn.GroupNorm, or narrow=False"
+                )
+    return not any(m.training for owner in _owners(cell) for m in owner.modules())
+
+
+def _owners(cell: object) -> Iterator[nn.Module]:
+    """The modules in a cell, as far as they can be seen.
+
+    `DEQ.eval` does not reach those in a function, which may be in training mode still.
+    """
+    if isinstance(cell, nn.Module):
+        yield cell
+    elif isinstance(cell, functools.partial):
+        for part in (cell.func, *cell.args, *cell.keywords.values()):
+            yield from _owners(part)
+    elif isinstance(cell, FunctionType):
+        for kept in cell.__closure__ or ():
+            try:
+                value = kept.cell_contents
+            except ValueError:  # not yet known
+                continue
+            if isinstance(value, nn.Module):
+                yield value
+    elif isinstance(owner := getattr(cell, "__self__", None), nn.Module):  # of a bound method
+        yield owner
+
+
+def check_inputs(value: Any, batch: int, where: str) -> None:
+    """Raise where an input seems to hold something for each sample that cannot be cut."""
+    if isinstance(value, Tensor):
+        if _of_samples(value, batch) and (value.is_nested or value.layout != torch.strided):
+            kind = "a nested tensor" if value.is_nested else f"in the layout {value.layout}"
+            raise NarrowError(
+                f"{where} is {kind}, of which samples cannot be taken: give the cell dense "
+                "tensors, or use narrow=False"
+            )
+        return
+    if isinstance(value, dict):
+        for key, part in value.items():
+            check_inputs(part, batch, f"{where}[{key!r}]")
+        return
+    parts = value if isinstance(value, (tuple, list)) else None
+    cut = parts is not None and all(_of_samples(part, batch) for part in parts)
+    if not cut and _length(value) == batch:
+        raise NarrowError(
+            f"{where} is a {type(value).__name__} of {batch}, as many as there are samples: the "
+            "cell would be given all of it beside some samples alone.  Give it as a tensor (or "
+            "as one for all samples), or use narrow=False"
+        )
+    for i, part in enumerate(parts or ()):
+        check_inputs(part, batch, f"{where}[{i}]")
+
+
+def _length(value: Any) -> int | None:
+    if not isinstance(value, Sized) or isinstance(value, (str, bytes, nn.Module)):
+        return None
+    try:
+        return len(value)
+    except TypeError:  # as an array of no dimension says
+        return None
+
+
+def _of_samples(value: Any, batch: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == batch
 
 
 def gathered(value: Any, chosen: Tensor, batch: int) -> Any:
     """Some samples of each tensor in it that has one row for each; all else as it is."""
     if isinstance(value, Tensor):
-        of_samples = value.dim() > 0 and len(value) == batch
-        return _rows_of(value, chosen) if of_samples else value
+        return _rows_of(value, chosen) if _of_samples(value, batch) else value
     if isinstance(value, dict):
         return {key: gathered(part, chosen, batch) for key, part in value.items()}
     if isinstance(value, (tuple, list)):
@@ -107,9 +185,13 @@ def _rows_of(x: Tensor, chosen: Tensor) -> Tensor:
 
 def gathered_parts(parts: Tensor, sizes: list[int], chosen: Tensor) -> Tensor:
     """Some samples of a vector in parts (`gdeq.state.VectorMap`), in parts again."""
+    return torch.cat([piece[chosen].view(-1) for piece in _pieces(parts, sizes)])
+
+
+def _pieces(parts: Tensor, sizes: list[int]) -> list[Tensor]:  # -> (batch, size) each
     batch = parts.numel() // sum(sizes)
     pieces = parts.split([batch * size for size in sizes])
-    return torch.cat([piece.view(batch, -1)[chosen].view(-1) for piece in pieces])
+    return [piece.view(batch, size) for piece, size in zip(pieces, sizes, strict=True)]
 
 
 def first_active(active: Tensor, size: int) -> Tensor:  # (batch,) -> (size,)
@@ -135,6 +217,12 @@ class Samples:
         can = watched and isinstance(f.f, CellOnInputs)
         self.sizes = sizes_below(f.space.batch) if can else []  # to come
         self.narrowed = False
+        if self.sizes:  # told at once, whether or not samples will leave
+            assert isinstance(f.f, CellOnInputs)
+            for i, value in enumerate(f.f.inputs):
+                check_inputs(value, f.space.batch, f"input {i} of the cell")
+            for key, value in f.f.options.items():
+                check_inputs(value, f.space.batch, f"{key} of the cell")
 
     def evaluate(self) -> Tensor:
         return self.f.on_parts(self.sweep.parts)
@@ -148,34 +236,72 @@ class Samples:
     def fit(self, left: int) -> None:
         """Let samples leave if so few are still sought; the host may wait for the device."""
         while self.sizes and left <= self.sizes[0]:
-            assert isinstance(self.f.f, CellOnInputs)
-            key = self.sizes[0], self.f.space.batch, _shapes((self.f.f.inputs, self.f.f.options))
-            if key in self.f.f.checked:
-                self.narrow()
-            else:
+            if not self._narrow_if_known():
                 self._narrow_and_compare()
-                self.f.f.checked.add(key)
-
-    def _narrow_and_compare(self) -> None:
-        before, of_all = self.f.space, self.evaluate()
-        expected = gathered_parts(of_all, before.sizes, self.narrow())
-        found, expected = (
-            torch.nan_to_num(x.double(), 0.0, 0.0, 0.0) for x in (self.evaluate(), expected)
-        )
-        if bool((found - expected).norm() > ROUNDING * expected.norm()):
-            raise NarrowError(
-                f"the cell gives other values for {self.f.space.batch} of {before.batch} samples "
-                "alone than for all of them together.  With narrow=True samples must not influence "
-                f"each other, and of every input tensor whose first dimension is {before.batch} "
-                "the cell is given some rows alone: nothing else may depend on which samples are "
-                "in the batch.  If that is not so, use narrow=False"
-            )
 
     def rehearse(self) -> None:
-        """Evaluate f once in each size that a recording of it will have."""
+        """Evaluate f once in each size that a recording of it will have.
+
+        Nothing is compared in a recording, so what is not known yet is compared here.
+        """
         while self.sizes:
+            if self._narrow_if_known():
+                self.evaluate()
+            else:
+                self._narrow_and_compare()
+
+    def _key(self) -> Any:
+        """What was compared once is known for; None if an input may hold anything."""
+        assert isinstance(self.f.f, CellOnInputs)
+        try:
+            shapes = _shapes((self.f.f.inputs, self.f.f.options))
+        except _OpaqueError:
+            return None
+        return self.sizes[0], self.f.space.batch, shapes
+
+    def _narrow_if_known(self) -> bool:
+        assert isinstance(self.f.f, CellOnInputs)
+        known = self._key() in self.f.f.checked
+        if known:
             self.narrow()
-            self.evaluate()
+        return known
+
+    def _narrow_and_compare(self) -> None:
+        assert isinstance(self.f.f, CellOnInputs)
+        key, checked = self._key(), self.f.f.checked
+        before, of_all = self.f.space, self.evaluate()
+        expected = gathered_parts(of_all, before.sizes, self.narrow())
+        apart = _distance(self.evaluate(), expected, before.sizes)
+        kinds = [*before.dtypes, self.f.autocast_dtype or before.dtype]
+        limit = max(ROUNDING.get(kind, 0.05) for kind in kinds)
+        with may_wait(before.device):
+            if not bool(apart <= limit):
+                raise NarrowError(
+                    f"the cell gives other values for {self.f.space.batch} of {before.batch} "
+                    f"samples alone than for all of them together (by {float(apart):.2g} of their "
+                    "size).  With narrow=True samples must not influence each other, and of every "
+                    f"input tensor whose first dimension is {before.batch} the cell is given some "
+                    "rows alone: nothing else may depend on which samples are in the batch.  If "
+                    "that is not so, use narrow=False"
+                )
+        if key is not None:
+            checked.add(key)
+
+
+def _distance(found: Tensor, expected: Tensor, sizes: list[int]) -> Tensor:  # (batch·d,) each -> ()
+    """The largest relative distance of a sample; NaN where one is NaN that should not be.
+
+    Beside the samples that are larger than half of them, if those are larger.  A sample whose
+    numbers reach the end of their range is left out: rounding may take it beyond.
+    """
+    lost = 0.01 * torch.finfo(expected.dtype).max
+    a, b = (torch.cat(_pieces(x, sizes), dim=1).double() for x in (found, expected))
+    left_out = ~(b.abs().amax(1) <= lost)
+    b = torch.where(left_out.unsqueeze(1), 0.0, b)
+    size, apart = b.norm(dim=1), (a - b).norm(dim=1)
+    size = torch.maximum(size, size.median())
+    relative = torch.where(left_out | (apart == 0), 0.0, apart / size)
+    return relative.max()  # NaN if there is one
 
 
 def _of(f: VectorMap, chosen: Tensor) -> VectorMap:
@@ -189,6 +315,10 @@ def _of(f: VectorMap, chosen: Tensor) -> VectorMap:
     return other
 
 
+class _OpaqueError(Exception):
+    pass
+
+
 def _shapes(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape
@@ -196,4 +326,6 @@ def _shapes(value: Any) -> Any:
         return tuple((key, _shapes(part)) for key, part in value.items())
     if isinstance(value, (tuple, list)):
         return tuple(_shapes(part) for part in value)
-    return type(value)
+    if isinstance(value, PLAIN):
+        return type(value)
+    raise _OpaqueError

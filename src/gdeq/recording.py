@@ -49,6 +49,20 @@ def rehearsal() -> Iterator[None]:
         _rehearsing.pop()
 
 
+@contextlib.contextmanager
+def may_wait(device: torch.device) -> Iterator[None]:
+    """What waits for the device here is no part of what will be recorded."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 def current() -> Recording | None:
     """The recording under way, where it can be cut: in its own thread, on its own stream."""
     if not _recordings or not torch.cuda.is_current_stream_capturing():

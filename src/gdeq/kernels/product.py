@@ -367,6 +367,7 @@ class Sweep:
         rounded = self.steps.dtype != z.dtype
         self.measured = not (rounded and tuning.change_from_dots)  # ‖y‖; else nothing keeps f
         self.returned = self.last_fz = self.parts
+        self.another_size = True  # than the last f(z) had
 
     def left(self) -> int:
         return int(self.whole[ACTIVE].sum())
@@ -378,6 +379,7 @@ class Sweep:
         self.rows = self.rows[chosen]
         sizes = list(self.sizes)
         self.parts, self.in_parts = gathered_parts(self.parts, sizes, chosen), True
+        self.another_size = True
         self.last_fz = gathered_parts(self.last_fz, sizes, chosen) if self.measured else self.parts
         return chosen
 
@@ -394,9 +396,11 @@ class Sweep:
             self._move(t, fz, counted=False)
         if not self.measured:
             return
-        # An f that writes into the same memory at each call would leave no trace of the last one.
-        reused = t == 0 or fz.data_ptr() == self.returned.data_ptr()
+        # An f that writes into the same memory at each call (of a size) would leave no trace of the
+        # last one.
+        reused = self.another_size or fz.data_ptr() == self.returned.data_ptr()
         self.returned, self.last_fz = fz, fz.clone() if reused else fz
+        self.another_size = False
 
     def prepare_repetition(self) -> None:
         """From here on the number of the iterate is kept on the device.
