@@ -7,6 +7,9 @@ is given a smaller and smaller tolerance until all samples are there by that mea
 is that of f; the algebra of every solver is in float32.
 
     PYTHONPATH=src python3 benchmarks/to_residual.py --weights RUN/weights.safetensors --data DATA
+
+--narrow: each of our rows once more, with samples that are done leaving the batch.  --only-ours
+leaves out torchdeq's.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ SHARES = (1.0, 0.9, 0.8, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12)  # of the tolerance t
 def load(options: argparse.Namespace, fused: bool | str) -> MDEQ:
     weights = load_file(options.weights) if options.weights else {}
     norm = "batch" if any(name.endswith("running_mean") for name in weights) else "group"
+    torch.manual_seed(0)  # without weights, all rows have the same model
     model = mdeq(options.size, dropout=0.0, outer_norm=norm, fused=fused)
     if weights:
         model.load_state_dict(weights)
@@ -46,10 +50,19 @@ def load(options: argparse.Namespace, fused: bool | str) -> MDEQ:
 
 
 def ours(
-    model: MDEQ, injection: Tensor, options: argparse.Namespace, tol: float, wide: bool = True
+    model: MDEQ,
+    injection: Tensor,
+    options: argparse.Namespace,
+    tol: float,
+    wide: bool = True,
+    narrow: bool = False,
 ) -> Callable[[], Any]:
-    """wide: z in float32, whatever f computes in; else in the precision of f."""
+    """wide: z in float32, whatever f computes in; else in the precision of f.
+
+    narrow: samples that are done leave the batch.
+    """
     model.deq.solver = gdeq.Broyden(options.max_iter, tol=tol)
+    model.deq.narrow = narrow
     cell: Any = model.deq.cell
     start = cell.initial_state(injection)
     if wide:
@@ -119,6 +132,8 @@ def main() -> None:
     parser.add_argument("--tol", type=float, default=1e-3)
     parser.add_argument("--max-iter", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--narrow", action="store_true")
+    parser.add_argument("--only-ours", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -134,11 +149,16 @@ def main() -> None:
     images = images.to(memory_format=torch.channels_last)
     rows = []
     # bf16 ends at some 3e-3; fp16 has the digits of tf32.
-    for precision in ("fp16", "tf32"):
-        rows.append(measure(f"ours, {precision} f", precision, True, images, options, ours))
-    narrow = functools.partial(ours, wide=False)
-    rows.append(measure("ours, fp16 f and z", "fp16", True, images, options, narrow))
-    for name in ("broyden", "anderson"):
+    for kind, precision, wide in (
+        ("fp16 f", "fp16", True),
+        ("tf32 f", "tf32", True),
+        ("fp16 f and z", "fp16", False),
+    ):
+        for narrow in (False, True) if options.narrow else (False,):
+            name = f"ours, {kind}{', narrow' if narrow else ''}"
+            make = functools.partial(ours, wide=wide, narrow=narrow)
+            rows.append(measure(name, precision, True, images, options, make))
+    for name in () if options.only_ours else ("broyden", "anderson"):
         for precision in ("tf32", "fp16"):
             rows.append(
                 measure(
@@ -181,12 +201,14 @@ def measure(
         "ms": statistics.median(times),
         "tolerance": share * options.tol,
         "steps": steps.float().max().item(),
+        "median_steps": steps.float().median().item(),
         "median_residual": reached.median().item(),
         "largest_residual": reached.max().item(),
         "reached": bool(reached.max() <= options.tol),
     }
     print(
-        f"{name:26s} {row['ms']:8.2f} ms  {row['steps']:4.0f} steps with tol "
+        f"{name:26s} {row['ms']:8.2f} ms  {row['steps']:4.0f} steps (median "
+        f"{row['median_steps']:.0f}) with tol "
         f"{row['tolerance']:.1e}  residual: median {row['median_residual']:.1e}, largest "
         f"{row['largest_residual']:.1e}{'' if row['reached'] else '  NOT REACHED'}",
         flush=True,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gdeq
-from gdeq.recording import Memory, Repeated
+from gdeq.recording import Memory, Repeated, Stage
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -131,7 +131,8 @@ def test_a_repeated_part_is_played_as_often_as_needed(needed, every, plays, monk
     heard, unfinished = [], torch.ones(1, dtype=torch.int64)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    Repeated(Graph("judge"), Graph("go on"), unfinished, 7, every).replay()
+    stages = [Stage(Graph("judge"), Graph("go on"))]
+    Repeated(stages, unfinished, 7, every).replay()
     assert heard.count("judge") == heard.count("go on") == plays
     if every == 1 and plays < 7:  # the device has work while the host waits
         assert heard == ["judge", "record", "go on", "wait"] * plays

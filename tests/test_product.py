@@ -5,6 +5,8 @@ Without a GPU the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -541,6 +543,25 @@ def test_repeated_steps_are_the_counted_ones(tol):
         assert_near(residual, expected.residual, 1e-12)
         x = torch.randn_like(z)
         assert_near(inverse.rmatvec(x), expected.inverse.rmatvec(x), 1e-10)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_of_a_sample_that_is_done_no_steps_are_read(at_once, monkeypatch):
+    monkeypatch.setattr(fused, "tuning", replace(fused.tuning, judge_in_dots=at_once))
+    z = torch.zeros(2, 5, dtype=torch.float64, device=DEVICE)
+    shift = torch.linspace(-1, 1, 5, dtype=z.dtype, device=DEVICE)
+    sweep = fused.Sweep(z, [5], z.dtype, gdeq.Broyden(7, 1e-9), 1e-16, 7, None)
+    for t in range(6):
+        if t == 3:
+            sweep.steps[0] = torch.nan
+        fz = torch.cos(sweep.z + shift)
+        fz[0] = 0.5  # found by the first step
+        sweep.take(t, fz.reshape(-1))
+    assert sweep.gram.isfinite().all()
+    assert sweep.ledger.codes.tolist() == [Status.CONVERGED, Status.RUNNING]
+    assert sweep.ledger.steps.tolist() == [1, 5]
+    assert (sweep.trace[:5, 0] == 0).all()
+    assert (sweep.z[0] == 0.5).all()
 
 
 def test_where_the_product_form_does_not_apply_the_plain_one_runs(form):

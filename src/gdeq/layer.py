@@ -11,6 +11,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
+from gdeq import narrowing
 from gdeq.fixed_point import check_pair, solve_and_attach
 from gdeq.gradients import DEFAULT, Gradient
 from gdeq.options import describe
@@ -48,6 +49,16 @@ class DEQ(nn.Module):
         parameters of a function are not known to the layer, nor is dropout in it held still.
     solver, gradient: may be replaced at any time (pre-train with ``Unrolled``, then switch).
 
+    narrow: in a solve with a tolerance, samples that are done leave the batch: when half are done,
+        the cell is called for the other half alone, and so on down to 16 samples.  The results are
+        the same up to rounding.  Only in eval mode, and by `Broyden` on a GPU (where its product
+        form runs, `gdeq.product`).  The cell must treat samples independently and take a smaller
+        batch: z and each tensor in its inputs (nested in tuples, lists and dicts) whose first
+        dimension is the batch size are cut to the samples left, all else is handed over as it is.
+        The first time (after training, and for each shape), both ways are compared: a cell that
+        gives something else for some samples alone is refused with a
+        `gdeq.narrowing.NarrowError`; so is a list with one entry for each sample.
+
     ``z0`` is taken from the call; else from ``cell.initial_state(x, ...)`` where the cell has such
     a method; else it is zeros like x.  ``solution`` is the record of the last call (its z is
     detached; it keeps the solver's inverse in memory until the next call).
@@ -60,21 +71,26 @@ class DEQ(nn.Module):
         cell: Callable[..., State],
         solver: Solver | None = Broyden(max_iter=18, tol=1e-3),  # noqa: B008 (frozen)
         gradient: Gradient = DEFAULT,
+        narrow: bool = False,
         **unknown: Never,
     ) -> None:
         super().__init__()
         for key in unknown:
-            names = ("cell", "solver", "gradient")
+            names = ("cell", "solver", "gradient", "narrow")
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"DEQ has no option {key!r}{hint} (options: {', '.join(names)})")
         if not callable(cell) or isinstance(cell, type):
             raise TypeError(f"cell must be a module or function cell(z, x), got {describe(cell)}")
+        if not isinstance(narrow, bool):
+            raise TypeError(f"narrow must be True or False, got {describe(narrow)}")
         check_pair(solver, gradient)
+        self.narrow = narrow
         self.cell = cell
         self.solver = solver
         self.gradient = gradient
         self.solution: Solution | None = None
+        self._narrowed_well: set[Any] = set()
 
     @uncompiled
     def forward(self, *inputs: Any, z0: State = None, **options: Any) -> State:
@@ -87,7 +103,7 @@ class DEQ(nn.Module):
         with hold(self.cell):
             try:
                 z, solution = solve_and_attach(
-                    lambda z: self.cell(z, *inputs, **options), z0, self.solver, self.gradient
+                    self._map(inputs, options), z0, self.solver, self.gradient
                 )
             except Exception as problem:
                 if guessed:
@@ -101,6 +117,16 @@ class DEQ(nn.Module):
             solution = replace(solution, z=copied(z))
         self.solution = solution
         return z
+
+    def train(self, mode: bool = True) -> DEQ:
+        if mode:  # the cell may become another function
+            self._narrowed_well.clear()
+        return super().train(mode)
+
+    def _map(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Callable[[State], State]:
+        if self.narrow and not self.training and narrowing.allowed(self.cell):
+            return narrowing.CellOnInputs(self.cell, inputs, options, self._narrowed_well)
+        return lambda z: self.cell(z, *inputs, **options)
 
     def _initial_state(self, *inputs: Any, **options: Any) -> State:
         make = getattr(self.cell, "initial_state", None)
@@ -152,8 +178,9 @@ class DEQ(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        return f"solver={self.solver}, gradient={self.gradient}"
+        narrow = ", narrow=True" if self.narrow else ""
+        return f"solver={self.solver}, gradient={self.gradient}{narrow}"
 
     def __getstate__(self) -> dict[str, Any]:
         # The record is of one call; copies and pickles of the layer start without it.
-        return {**super().__getstate__(), "solution": None}
+        return {**super().__getstate__(), "solution": None, "_narrowed_well": set()}

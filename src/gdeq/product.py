@@ -44,8 +44,9 @@ from torch import Tensor
 from gdeq.eight_bits import Scales, chunks_of, in_full, rounded_to_eight_bits
 from gdeq.kernels import choice
 from gdeq.ledger import Ledger
+from gdeq.narrowing import Samples, first_active
 from gdeq.operators import Inverse, Refinement, norm, safe_norms
-from gdeq.recording import current, recording
+from gdeq.recording import current, recording, rehearsing
 from gdeq.solution import Status
 from gdeq.solvers.base import Solver, noise_level
 from gdeq.solvers.broyden import Broyden
@@ -205,12 +206,13 @@ def iterate(
     sweep = kind(z, sizes, dtype, solver, precision, max_steps, scale)
 
     watch = solver.tol > 0
+    samples = Samples(f, sweep, watch) if isinstance(f, VectorMap) and in_parts else None
 
     def evaluate(step: int = 0) -> Tensor:
-        if not in_parts or not isinstance(f, VectorMap):
+        if samples is None:
             return f(sweep.z).reshape(-1)
         if last is None or step < max_steps or watch:
-            return f.on_parts(sweep.parts)
+            return samples.evaluate()
         sweep.go_back()
         return last.on_parts(sweep.parts)
 
@@ -224,19 +226,26 @@ def iterate(
             sweep.unfinished,
             max_steps,
             solver.check_every,
+            [(size, samples.narrow) for size in samples.sizes] if samples else [],
         )
         step = max_steps
     while step < max_steps:
-        if looks and step % solver.check_every == 0 and not sweep.any_active():
-            break
+        if looks and step % solver.check_every == 0:
+            left = sweep.left()
+            if left == 0:
+                break
+            if samples:
+                samples.fit(left)
         step += 1
         sweep.take(step, evaluate(step))
+    if samples and rehearsing():
+        samples.rehearse()
     ledger: Ledger = sweep.ledger
     codes, residual, at = ledger.finish()
     trace = sweep.trace[:step]
     if looks:
         trace = trace[: int(ledger.steps.max())]
-    elif cut is not None:
+    if cut is not None or (samples and samples.narrowed):
         trace = torch.where(trace.isnan(), ledger.residual, trace)  # steps that were not needed
     found, inverse = sweep.settle(at, step)
     return found, residual, ledger.steps, codes, trace, step + 1, inverse
@@ -252,6 +261,7 @@ class PlainSweep:
     """
 
     block: int | None = None
+    rows: Tensor | None = None  # the samples that f is evaluated for, if not all
 
     def __init__(
         self,
@@ -286,7 +296,8 @@ class PlainSweep:
 
     @property
     def parts(self) -> Tensor:  # (batch·d,)
-        rows = self.z.to(self.dtype).split(self.sizes, dim=1)
+        z = self.z if self.rows is None else self.z[self.rows]
+        rows = z.to(self.dtype).split(self.sizes, dim=1)
         return torch.cat([row.reshape(-1) for row in rows])
 
     @property
@@ -294,15 +305,29 @@ class PlainSweep:
         empty = self.z.new_zeros(0, len(self.z))
         return torch.stack(self.residuals) if self.residuals else empty
 
-    def any_active(self) -> bool:
-        return bool(self.ledger.active.any())
+    def left(self) -> int:
+        """How many samples are still sought."""
+        return int(self.ledger.active.sum())
+
+    def narrow(self, size: int) -> Tensor:  # -> (size,)
+        """From here on `take` is given f of so many samples, all active ones among them.
+
+        Returns which ones, of those so far.
+        """
+        if self.rows is None:
+            self.rows = torch.arange(len(self.z), device=self.z.device)
+        chosen = first_active(self.ledger.active[self.rows], size)
+        self.rows = self.rows[chosen]
+        return chosen
 
     def take(self, t: int, fz: Tensor) -> None:
         """Judge iterate t by f at it, learn from it, and go on unless it is the last one."""
-        batch = len(self.z)
-        lengths = [batch * size for size in self.sizes]
-        rows = [part.view(batch, -1) for part in fz.to(self.z.dtype).split(lengths)]
+        evaluated = len(self.z) if self.rows is None else len(self.rows)
+        lengths = [evaluated * size for size in self.sizes]
+        rows = [part.view(evaluated, -1) for part in fz.to(self.z.dtype).split(lengths)]
         fz = torch.cat(rows, dim=1)
+        if self.rows is not None:  # of the others, who are frozen, as it was
+            fz = self.last_fz.index_copy(0, self.rows, fz)
         if self.dtype == torch.float16:  # f was not given z where that is out of range
             fz = torch.where(self.z.abs() <= torch.finfo(self.dtype).max, fz, torch.nan)
         g = fz - self.z

@@ -6,6 +6,9 @@ cut where a solve begins to iterate:
     [up to the first iterate]  [judge an iterate][go on to the next]  [the rest]
                                `--- played until all are done ---´
 
+(several times where samples leave the batch, `gdeq.narrowing`: the two in the middle are then there
+for each size, and before them what makes the batch smaller.)
+
 Between the two in the middle the device leaves a flag for the host, who reads it and starts the
 next play, or the rest, while the device works on the second: no evaluation too many, and no wait.
 """
@@ -14,8 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +35,10 @@ def recording(device: torch.device) -> bool:
     return _rehearsing[-1] or torch.cuda.is_current_stream_capturing()
 
 
+def rehearsing() -> bool:
+    return _rehearsing[-1]
+
+
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
     """Behave as in a recording without being one."""
@@ -40,6 +47,20 @@ def rehearsal() -> Iterator[None]:
         yield
     finally:
         _rehearsing.pop()
+
+
+@contextlib.contextmanager
+def may_wait(device: torch.device) -> Iterator[None]:
+    """What waits for the device here is no part of what will be recorded."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def current() -> Recording | None:
@@ -109,49 +130,63 @@ class Recording:
         unfinished: Tensor,
         most: int,
         every: int,
+        changes: Sequence[tuple[int, Callable[[], Any]]] = (),
     ) -> None:
         """Play both until ``unfinished``, a number that ``judge`` writes, is 0.
 
         At most so often, and looking after each ``every`` times.
         They must free no memory from before them: the next play would find it overwritten.
+
+        changes: with how few unfinished (fewer in each) what is to be done once; from there on,
+            what is played is what both do after it.
         """
         self.parts.append(self._end())
+        stages = [Stage(self._graph(judge), self._graph(go_on))]
+        for few, change in changes:
+            once = self._graph(change)
+            stages.append(Stage(self._graph(judge), self._graph(go_on), once, few))
+        self.parts.append(Repeated(stages, unfinished, most, every))
         self._begin()
-        judge()
-        first = self._end()
+
+    def _graph(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         self._begin()
-        go_on()
-        self.parts.append(Repeated(first, self._end(), unfinished, most, every))
-        self._begin()
+        work()
+        return self._end()
 
     def replay(self) -> None:
         for part in self.parts:
             part.replay()
 
 
+class Stage(NamedTuple):
+    judge: torch.cuda.CUDAGraph
+    go_on: torch.cuda.CUDAGraph
+    change: torch.cuda.CUDAGraph | None = None  # played when it begins; none for the first
+    few: int = 0  # unfinished when it begins
+
+
 class Repeated:
-    def __init__(
-        self,
-        judge: torch.cuda.CUDAGraph,
-        go_on: torch.cuda.CUDAGraph,
-        unfinished: Tensor,
-        most: int,
-        every: int,
-    ) -> None:
-        self.judge, self.go_on = judge, go_on
+    def __init__(self, stages: list[Stage], unfinished: Tensor, most: int, every: int) -> None:
+        self.stages = stages
         self.unfinished, self.most, self.every = unfinished, most, every
         self.seen = torch.ones(1, dtype=unfinished.dtype).pin_memory()
         self.read = torch.cuda.Event()
 
     def replay(self) -> None:
+        stage, *following = self.stages
         for done in range(1, self.most + 1):
             looks = done % self.every == 0 and done < self.most
-            self.judge.replay()
+            stage.judge.replay()
             if looks:
                 self.seen.copy_(self.unfinished, non_blocking=True)
                 self.read.record()
-            self.go_on.replay()
+            stage.go_on.replay()
             if looks:
                 self.read.synchronize()
-                if not self.seen.item():
+                left = self.seen.item()
+                if not left:
                     return
+                while following and left <= following[0].few:
+                    stage = following.pop(0)
+                    if stage.change is not None:
+                        stage.change.replay()

@@ -38,9 +38,10 @@ def work(BACKWARDS: tl.constexpr):
 
 
 @triton.jit
-def place(table, b, chunk, batch, d, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def place(table, b, at_parts, chunk, in_batch, d, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Where a chunk of sample b lies: in a batched vector, in parts, and how long it is.
 
+    at_parts: which one it is of the ``in_batch`` samples that are in parts.
     ALIGNED: all parts are multiples of 16 numbers.  Numbers from a table could be anything; told
     this, the compiler loads 16 bytes at once instead of 2 or 4, with half the registers.
     """
@@ -55,7 +56,7 @@ def place(table, b, chunk, batch, d, ALIGNED: tl.constexpr, BLOCK: tl.constexpr)
         length = tl.multiple_of(length, 16)
     lane = tl.arange(0, BLOCK)
     in_rows = b * d + row + lane
-    in_parts = start * batch + b * size + offset + lane
+    in_parts = start * in_batch + at_parts * size + offset + lane
     return lane, row, length, in_rows, in_parts
 
 

@@ -41,8 +41,10 @@ from gdeq.kernels.product_judge import (
     STEPS,
     WHOLES,
     judge,
+    stay,
 )
 from gdeq.ledger import Ledger, flight_limit
+from gdeq.narrowing import first_active, gathered_parts
 from gdeq.product import ProductInverse, store_dtype
 from gdeq.recording import recording
 from gdeq.solution import Status
@@ -73,6 +75,14 @@ LARGEST_HALF = tl.constexpr(torch.finfo(torch.float16).max)
 
 
 @triton.jit
+def _sample(rows, at, NARROW: tl.constexpr):
+    """Which sample is at this place of those that f was evaluated for."""
+    if NARROW:
+        at = tl.load(rows + at)
+    return at
+
+
+@triton.jit
 def _store_squares(at, g, there, here, y):
     wide = g.to(tl.float64)
     tl.store(at, tl.sum(wide * wide, 0))
@@ -86,10 +96,11 @@ def _store_squares(at, g, there, here, y):
 
 @triton.jit(do_not_specialize=["count"])
 def _dots(
+    rows, evaluated,
     z, fz, last_fz, steps, scales, chunk_table, d, step_stride, scale_stride, arrived,
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
     batch, chunks, count, most, tol, precision, eps, noise, flight,
-    JUDGE: tl.constexpr, COUNTED: tl.constexpr, HALF: tl.constexpr,
+    NARROW: tl.constexpr, JUDGE: tl.constexpr, COUNTED: tl.constexpr, HALF: tl.constexpr,
     FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     SCALED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
@@ -101,12 +112,21 @@ def _dots(
     is not found in another way.  JUDGE: the program of a sample that is done last also judges it.
     SCALED: steps are whole numbers, and only their sums are multiplied by what these count.
     HALF: f was given z in float16; where z is out of its range, f(z) counts as NaN.
+    NARROW: f was evaluated for these rows alone, so only what it takes and returns is in parts.
     """
-    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    chunk, at_parts = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b = _sample(rows, at_parts, NARROW)
     if COUNTED:
         count = tl.load(counter)
+    if WATCH and not FIRST:  # noqa: SIM102 (known when it is compiled)
+        if tl.load(whole + b) == 0:  # done: none of its steps is read
+            if chunk == 0:
+                stay(b, lead, real, trace, batch, count, RELATIVE_STOP)
+            return
     kind = z.dtype.element_ty
-    lane, row, length, in_rows, in_parts = place(chunk_table, b, chunk, batch, d, ALIGNED, BLOCK)
+    lane, row, length, in_rows, in_parts = place(
+        chunk_table, b, at_parts, chunk, evaluated, d, ALIGNED, BLOCK
+    )
     column, inside = row + lane, lane < length
     here = tl.load(z + in_rows, mask=inside, other=0.0)
     there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
@@ -170,15 +190,20 @@ def _dots(
 
 @triton.jit(do_not_specialize=["count"])
 def _judge(
+    rows,
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
     batch, chunks, count, most, tol, precision, eps, noise, flight,
-    COUNTED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
+    NARROW: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    b = tl.program_id(0).to(tl.int64)
+    b = _sample(rows, tl.program_id(0).to(tl.int64), NARROW)
     if COUNTED:
         count = tl.load(counter)
+    if WATCH and not FIRST:  # noqa: SIM102 (known when it is compiled)
+        if tl.load(whole + b) == 0:
+            stay(b, lead, real, trace, batch, count, RELATIVE_STOP)
+            return
     judge(
         b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
         batch, chunks, count, most, tol, precision, eps, noise, flight,
@@ -198,17 +223,22 @@ def _moved(z, step, unit, SCALED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _step(
+    rows, evaluated,
     z, fz, steps, scales, parts, chunk_table, weight, lead, moves, counter,
-    batch, d, step_stride, scale_stride, chunks, count,
-    COUNTED: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    d, step_stride, scale_stride, chunks, count,
+    NARROW: tl.constexpr, COUNTED: tl.constexpr, PARTS: tl.constexpr,
+    SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     BACKWARDS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into z: one chunk."""
-    chunk, b = work(BACKWARDS)
+    chunk, at_parts = work(BACKWARDS)
+    b = _sample(rows, at_parts, NARROW)
     if COUNTED:
         count = tl.load(counter)
     kind = z.dtype.element_ty
-    lane, row, length, in_rows, in_parts = place(chunk_table, b, chunk, batch, d, ALIGNED, BLOCK)
+    lane, row, length, in_rows, in_parts = place(
+        chunk_table, b, at_parts, chunk, evaluated, d, ALIGNED, BLOCK
+    )
     inside = lane < length
     here = tl.load(z + in_rows, mask=inside, other=0.0)
     share = tl.load(lead + b)
@@ -257,7 +287,7 @@ def _rebuild(
         tl.store(kept + b * PLACES + j, tl.where(j < wanted, of_j, 0))
     if wanted < tl.load(taken + b):
         lane, row, length, in_rows, in_parts = place(
-            chunk_table, b, chunk, batch, d, ALIGNED, BLOCK
+            chunk_table, b, b, chunk, batch, d, ALIGNED, BLOCK
         )
         column, inside = row + lane, lane < length
         total = tl.load(first + in_rows, mask=inside, other=0.0)
@@ -288,6 +318,8 @@ def _with_room(x: Tensor, room: int) -> Tensor:  # (batch, fewer, n) -> (batch, 
 
 class Sweep:
     """`gdeq.product.PlainSweep`, fused."""
+
+    rows: Tensor | None = None
 
     def __init__(
         self,
@@ -335,9 +367,25 @@ class Sweep:
         rounded = self.steps.dtype != z.dtype
         self.measured = not (rounded and tuning.change_from_dots)  # ‖y‖; else nothing keeps f
         self.returned = self.last_fz = self.parts
+        self.another_size = True  # than the last f(z) had
 
-    def any_active(self) -> bool:
-        return bool(self.whole[ACTIVE].any())
+    def left(self) -> int:
+        return int(self.whole[ACTIVE].sum())
+
+    def narrow(self, size: int) -> Tensor:  # -> (size,)
+        if self.rows is None:
+            self.rows = torch.arange(len(self.z), device=self.z.device)
+        chosen = first_active(self.whole[ACTIVE][self.rows], size)
+        self.rows = self.rows[chosen]
+        sizes = list(self.sizes)
+        self.parts, self.in_parts = gathered_parts(self.parts, sizes, chosen), True
+        self.another_size = True
+        self.last_fz = gathered_parts(self.last_fz, sizes, chosen) if self.measured else self.parts
+        return chosen
+
+    def _evaluated(self) -> tuple[Tensor, int]:
+        """The samples that f is evaluated for (not read where that is all), and their number."""
+        return (self.table, len(self.z)) if self.rows is None else (self.rows, len(self.rows))
 
     def take(self, t: int, fz: Tensor) -> None:
         fz = fz.contiguous()
@@ -348,9 +396,11 @@ class Sweep:
             self._move(t, fz, counted=False)
         if not self.measured:
             return
-        # An f that writes into the same memory at each call would leave no trace of the last one.
-        reused = t == 0 or fz.data_ptr() == self.returned.data_ptr()
+        # An f that writes into the same memory at each call (of a size) would leave no trace of the
+        # last one.
+        reused = self.another_size or fz.data_ptr() == self.returned.data_ptr()
         self.returned, self.last_fz = fz, fz.clone() if reused else fz
+        self.another_size = False
 
     def prepare_repetition(self) -> None:
         """From here on the number of the iterate is kept on the device.
@@ -393,7 +443,8 @@ class Sweep:
             flight_limit(solver.tol, precision),
         )
         verdict = *sums, *kept, *noted, batch, chunks, t, *limits
-        common = {"COUNTED": counted, "PLACES": self.places}
+        rows, evaluated = self._evaluated()
+        common = {"NARROW": self.rows is not None, "COUNTED": counted, "PLACES": self.places}
         judging = {
             "FIRST": t == 0,
             "MEASURED": self.measured,
@@ -403,22 +454,24 @@ class Sweep:
             "CHUNKS": 32,
         }
         at_once = tuning.judge_in_dots and tuning.dots_warps == 1
-        _dots[(chunks, batch)](
-            self.z, fz, self.last_fz, self.steps, self.scales, self.table,
+        _dots[(chunks, evaluated)](
+            rows, evaluated, self.z, fz, self.last_fz, self.steps, self.scales, self.table,
             d, *strides, self.arrived, *verdict,
             JUDGE=at_once, HALF=self.parts.dtype == torch.float16,
             **common, **judging, **self._tiles(), num_warps=tuning.dots_warps,
         )  # fmt: skip
         if not at_once:
-            _judge[(batch,)](*verdict, **common, **judging, num_warps=1)
+            _judge[(evaluated,)](rows, *verdict, **common, **judging, num_warps=1)
 
     def _move(self, t: int, fz: Tensor, counted: bool) -> None:
-        batch, d = self.z.shape
+        d = self.z.shape[1]
+        rows, evaluated = self._evaluated()
         strides, chunks = (self.steps.stride(0), self.scales.stride(0)), len(self.table)
-        _step[(chunks, batch)](
-            self.z, fz, self.steps, self.scales, self.parts, self.table,
-            self.weight, self.lead, self.moves, self.counter, batch, d, *strides, chunks, t,
-            COUNTED=counted, PARTS=self.in_parts, BACKWARDS=tuning.backwards, PLACES=self.places,
+        _step[(chunks, evaluated)](
+            rows, evaluated, self.z, fz, self.steps, self.scales, self.parts, self.table,
+            self.weight, self.lead, self.moves, self.counter, d, *strides, chunks, t,
+            NARROW=self.rows is not None, COUNTED=counted, PARTS=self.in_parts,
+            BACKWARDS=tuning.backwards, PLACES=self.places,
             **self._tiles(), num_warps=tuning.step_warps,
         )  # fmt: skip
 

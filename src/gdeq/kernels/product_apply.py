@@ -26,7 +26,7 @@ def _dots_of(
 ):  # fmt: skip
     """a_j = s_jᵀx of `ProductInverse.matvec`, begin ≤ j < end: one chunk of each."""
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
+    lane, row, length, in_rows, _in_parts = place(table, b, b, chunk, batch, d, ALIGNED, BLOCK)
     column, inside = row + lane, lane < length
     here = tl.load(x + in_rows, mask=inside, other=0.0)
     base = steps + b * step_stride
@@ -88,7 +88,7 @@ def _apply(
 ):  # fmt: skip
     """y = ∓(x + Σ weight_j s_j), + if NEGATIVE: one chunk."""
     chunk, b = work(BACKWARDS)
-    lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
+    lane, row, length, in_rows, _in_parts = place(table, b, b, chunk, batch, d, ALIGNED, BLOCK)
     inside = lane < length
     total = tl.load(x + in_rows, mask=inside, other=0.0)
     base = steps + b * step_stride

@@ -217,6 +217,16 @@ def _judge_next(
 
 
 @triton.jit
+def stay(b, lead, real, trace, batch, count, RELATIVE_STOP: tl.constexpr):
+    """`_judge_next` of a sample that is done: what it says once more, and takes no step."""
+    kept = real + b
+    if RELATIVE_STOP:
+        kept += batch
+    tl.store(trace + (count - 1) * batch + b, tl.load(kept))
+    tl.store(lead + b, 0.0)
+
+
+@triton.jit
 def judge(
     b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
     batch, chunks, count, most, tol, precision, eps, noise, flight,

@@ -66,7 +66,7 @@ def _look(
     """
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind = v.dtype.element_ty
-    lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
+    lane, row, length, in_rows, _in_parts = place(table, b, b, chunk, batch, d, ALIGNED, BLOCK)
     column, inside = row + lane, lane < length
     right = tl.load(v + in_rows, mask=inside, other=0.0)
     here = tl.load(w + in_rows, mask=inside, other=0.0)
@@ -245,7 +245,7 @@ def _go(
     For a sample whose r is not finite, or far worse than one before, that one's w: w_0 + t_1 + ….
     """
     chunk, b = work(BACKWARDS)
-    lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
+    lane, row, length, in_rows, _in_parts = place(table, b, b, chunk, batch, d, ALIGNED, BLOCK)
     inside = lane < length
     here = tl.load(w + in_rows, mask=inside, other=0.0)
     now = tl.load(verdict + b)
