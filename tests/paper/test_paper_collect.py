@@ -148,6 +148,13 @@ def test_convergence(collected):
     assert row_of(text, "GDEQ")[2].endswith(" s")
 
 
+def test_a_run_tested_every_tenth_epoch_has_no_moments(partial):
+    make(partial, "implicit-seed1", 93.9, 210.0, test_every=10)
+    shown = {run.seed for label, run in table2.without_pretraining(reading.read_all(partial))
+             if label == "Implicit"}  # fmt: skip
+    assert shown == {0}
+
+
 def test_what_is_exact_is_said_when_it_is_measured():
     """By --exact-tol; older records do not say it."""
     record = {"exact_residual": 5e-4, "exact_forward_residual": 1e-6}

@@ -172,12 +172,14 @@ def _shown(value: float | None, form: str, unit: str = "") -> str:
 
 
 def without_pretraining(made: Sequence[Made]) -> list[tuple[str, Run]]:
+    """Those tested after every epoch: of the others it is not known when they passed a level."""
     return [
         (title(row), one.run)
         for row, some in in_table(made).items()
         for one in some
         if one.run is not None and not one.planned.pretrain and one.run.epochs
-    ]
+        and one.run.config.get("test_every", 1) == 1
+    ]  # fmt: skip
 
 
 def convergence(made: Sequence[Made]) -> Figure:
@@ -228,8 +230,8 @@ def moments_text(made: Sequence[Made]) -> str:
             "# Convergence without pre-training\n",
             markdown(["Method", *(f"{level} %" for level in LEVELS)], lines),
             "Seconds of training, tests not counted, at the end of the first epoch that tested at "
-            "the level or above; mean over seeds.  Under schedules of other lengths the moments "
-            "are others.\n",
+            "the level or above; of the runs tested after every epoch, mean over their seeds.  "
+            "Under schedules of other lengths the moments are others.\n",
         ]
     )
 
