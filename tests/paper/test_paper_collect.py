@@ -188,13 +188,13 @@ def test_forward_steps(collected):
     out = collected / "out"
     made = reading.read_all(collected)
     found = rows_of(out / "steps.csv")
-    assert len(found) == 30 + 15
+    assert len(found) == 30 + 10
     by = {(r["method"], r["forward_steps"]): r for r in found if r["forward_tolerance"] == "0.001"}
     few = by["GDEQ", "4"]
     assert (few["state"], few["test_accuracy"], few["cosine"]) == ("finished", "80.0", "0.75")
     assert few["spectral_radius"] == "0.7"
     assert by["GDEQ", "18"]["cosine"] == ""  # its gradients were not compared
-    assert sum(r["state"] == reading.NOT_YET for r in found) == 43
+    assert sum(r["state"] == reading.NOT_YET for r in found) == 38
     figures = {f.name: f for f in studies.steps_figures(made)}
     (line,) = figures["steps_accuracy"].marks
     assert (line.label, line.points) == ("GDEQ", [(4.0, 80.0), (18.0, 85.0)])
@@ -240,7 +240,7 @@ def test_one_run_is_enough(gdeq, tmp_path):
     assert row_of(said, "NPG")[1] == "91.00 (1 seed)"
     assert row_of(said, "GDEQ")[1:3] == [reading.NOT_YET] * 2
     assert len(rows_of(tmp_path / "table2.csv")) == 1
-    assert len(rows_of(tmp_path / "steps.csv")) == 45
+    assert len(rows_of(tmp_path / "steps.csv")) == 40
     make(tmp_path, "gdeq-seed0", 92.0, epochs=2)
     assert gdeq("paper", "collect", tmp_path)[0] == 0
     assert len(rows_of(tmp_path / "table2.csv")) == 2  # what was there is replaced

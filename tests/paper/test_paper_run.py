@@ -12,6 +12,7 @@ import training_runs
 from paper_runs import SETS, SETTINGS, SMALL, only
 
 from gdeq.paper import plan, running, timing
+from gdeq.training import config as configs
 from gdeq.training import runs
 from gdeq.training.loop import Interrupted, Trainer
 
@@ -211,11 +212,33 @@ def test_time_is_estimated_from_finished_runs_and_by_trying(tmp_path, monkeypatc
     assert estimates.known(longer) == pytest.approx(60 * pace * timing.EVALUATION + timing.START)
     other = plan.chosen(["npg-seed0"])[0].config(SETTINGS)
     assert estimates.known(other) is None
+    assert estimates.at_most(other) == estimates.known(config)
+    estimates.probed[timing.kind(other)] = (timing.Speed(50 * pace, pace, 0.0), 3)
+    slowest = 2 * 50 * pace * timing.EVALUATION + timing.START
+    assert estimates.at_most(config, 4) == pytest.approx(slowest)
+    assert estimates.at_most(configs.replace(config, model__size="tiny")) is None
     speed, per_epoch = timing.probe(other)
     assert per_epoch == 3
     assert speed.step > 0
     assert speed.test > 0
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]  # trying leaves nothing behind
+
+
+def test_what_is_not_timed_is_not_tried_where_a_run_of_the_model_is_known(
+    gdeq, tmp_path, monkeypatch
+):
+    tried, real = [], timing.Estimates.probe
+
+    def noting(self, config, done=0):
+        tried.append(config.gradient.name)
+        return real(self, config, done)
+
+    monkeypatch.setattr(timing.Estimates, "probe", noting)
+    names = ("jfb-seed0", "steps04-gdeq", "steps04-npg")
+    code, said = gdeq("paper", "run", "--out", tmp_path / "out", *only(*names), *SMALL)
+    assert code == 0, said
+    assert {state_of(said, name) for name in names} == {"finished"}
+    assert tried == ["jfb"]
 
 
 def test_an_adaptive_run_is_tried_on_all_its_rungs(monkeypatch):

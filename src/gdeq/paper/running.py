@@ -209,9 +209,11 @@ class Journey:
         if left < LEAST:
             return "no time left"
         need = self.estimates.known(config, at)
+        if need is None and not run.timed:
+            need = self.estimates.at_most(config, at)
         patient = at > 0 or run.long  # begun once, or too long for any call
         extra = self.per_epoch_compared * len(config.snapshots)
-        if need is None or need + extra <= left or patient:
+        if need is None or (run.timed and (need + extra <= left or patient)):
             need = self.estimates.probe(config, at)  # and all is compiled before it is timed
         if need + extra <= self.clock.left or patient:
             return ""

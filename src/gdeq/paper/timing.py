@@ -151,6 +151,10 @@ def steps_done(path: Path) -> int | None:
     return int(found[0].stem.removeprefix("step-")) if found else None
 
 
+def _at_pace(pace: float, per_epoch: int, config: Config, done: int) -> float:
+    return EVALUATION * pace * (config.epochs * per_epoch - done) + START
+
+
 class Estimates:
     """Of each kind of run, from finished ones or from trying it out once in this process."""
 
@@ -177,9 +181,19 @@ class Estimates:
             speed, per_epoch = self.probed[which]
             return speed.seconds(config, per_epoch, done)
         if which in self.finished:
-            pace, per_epoch = self.finished[which]
-            return EVALUATION * pace * (config.epochs * per_epoch - done) + START
+            return _at_pace(*self.finished[which], config, done)
         return None
+
+    def at_most(self, config: Config, done: int = 0) -> float | None:
+        """Seconds at the pace of the slowest run of this model that is known."""
+        probed = {k: (speed.step, per_epoch) for k, (speed, per_epoch) in self.probed.items()}
+        same = [
+            pace
+            for other, pace in (self.finished | probed).items()
+            if (other.data, other.batch_size, other.model, other.precision)
+            == (config.data, config.batch_size, config.model, config.precision)
+        ]
+        return _at_pace(*max(same), config, done) if same else None
 
     def probe(self, config: Config, done: int = 0) -> float:
         which = kind(config)
