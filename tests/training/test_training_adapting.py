@@ -511,11 +511,11 @@ def test_two_processes_choose_the_same(tmp_path, zygote, few_images):
 def test_the_bar_shows_the_steps_in_use(trainer):
     console = Console(record=True, width=200, force_terminal=True)
     made = trainer("epochs=1")
-    scripted(made, [(4, 0, 0.0), (5, 2, 0.0)])
+    scripted(made, [(4, 0, 0.0), (5, 2, 0.5)])
     made.progress = progress.Bar(console)
     made.fit()
     shown = console.export_text()
-    assert "5.0 solver steps  of at most 5  refine 2" in shown
+    assert "5.0 solver steps  of at most 5  refine 2  penalty 0.5" in shown
 
 
 def test_recordings_are_kept_and_the_oldest_dropped(monkeypatch):

@@ -82,8 +82,9 @@ def shown(figures: dict[str, float]) -> str:
         "loss": "loss {:.3f}",
         "accuracy": "acc {:.1f}%",
         "solver_steps": "{:.1f} solver steps",
-        "max_iter": "of at most {:.0f}",  # these two where they are adapted
+        "max_iter": "of at most {:.0f}",  # these three where they are adapted
         "refine": "refine {:.0f}",
+        "residual_weight": "penalty {:g}",
         "residual": "residual {:.1e}",
         "ms": "{:.0f} ms/step",
     }
