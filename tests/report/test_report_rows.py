@@ -8,7 +8,7 @@ import pytest
 from report_runs import config, make_run
 
 from gdeq import report
-from gdeq.report import formats, methods
+from gdeq.report import figures, formats, methods, tables
 from gdeq.report.rows import levels_reached, make_rows, moments
 from gdeq.report.runs import read_run, read_runs
 
@@ -261,6 +261,22 @@ def test_moments_at_which_accuracies_are_passed(tmp_path):
         passed = [r["seconds"] for r in run.epochs if r["test_accuracy"] >= level]
         assert at == passed[0]
     assert moments(row.without, 99.9) == []
+
+
+def test_what_was_tested_seldom_has_moments_only_by_itself(tmp_path):
+    often = make_run(tmp_path / "often")
+    seldom = make_run(tmp_path / "seldom", seed=1, test_every=10)
+    (both,) = rows_of([often, seldom]).values()
+    assert [run.name for run in both.without.followed] == ["often"]
+    assert len(moments(both.without, 95)) == 1
+    drawn = figures.make_figures([both])[0]
+    assert {line.run.name for line in drawn.marks} == {"often"}
+    assert "tested less often are left out" in drawn.note
+    (alone,) = rows_of([seldom]).values()
+    assert len(moments(alone.without, 95)) == 1
+    shown = str(tables.moments_table([alone], methods.looks([alone.label])))
+    assert "≤ " in shown
+    assert "tested every 10 epochs" in shown
 
 
 def test_the_terminal_table_is_aligned_and_plain(comparison, tmp_path):

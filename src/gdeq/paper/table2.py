@@ -178,7 +178,7 @@ def without_pretraining(made: Sequence[Made]) -> list[tuple[str, Run]]:
         for row, some in in_table(made).items()
         for one in some
         if one.run is not None and not one.planned.pretrain and one.run.epochs
-        and one.run.config.get("test_every", 1) == 1
+        and one.run.test_every == 1
     ]  # fmt: skip
 
 

@@ -102,12 +102,14 @@ def make_figures(rows: list[Row]) -> list[Figure]:
 
 
 def _lines(rows: list[Row], x: str) -> tuple[Line, ...]:
-    lines = (Line(row.label, run, curve(run, x)) for row in rows for run in row.runs)
+    cells = ((row, cell) for row in rows for cell in (row.without, row.pretrained))
+    lines = (Line(row.label, run, curve(run, x)) for row, cell in cells for run in cell.followed)
     return tuple(line for line in lines if line.points)
 
 
 def _against_time(rows: list[Row]) -> Figure:
     lines = _lines(rows, "seconds")
+    many = sum(bool(curve(run, "seconds")) for row in rows for run in row.runs)
     bottom = floor([[y for _, y in line.points] for line in lines])
     longest = max((x for line in lines for x, _ in line.points), default=0.0)
     unit, name = formats.time_unit(longest)
@@ -116,6 +118,7 @@ def _against_time(rows: list[Row]) -> Figure:
         "Test accuracy against training time",
         "The paper’s convergence figure: further left is faster, higher is better. One line for "
         "each run; the clock stands still during tests."
+        + (" Repeats that were tested less often are left out." if len(lines) < many else "")
         + ("" if bottom is None else " The first epochs lie below the axis."),
         f"training time ({name})",
         "test accuracy (%)",

@@ -48,6 +48,16 @@ class Cell:
     def unfinished(self) -> list[Run]:
         return [run for run in self.runs if not run.finished]
 
+    @property
+    def test_every(self) -> int:
+        """Epochs from test to test, where they are fewest."""
+        return min((run.test_every for run in self.runs), default=1)
+
+    @property
+    def followed(self) -> list[Run]:
+        """Those tested most often: of the others it is less known when they passed a level."""
+        return [run for run in self.runs if run.test_every == self.test_every]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -156,8 +166,8 @@ def levels_reached(rows: list[Row]) -> list[int]:
 
 
 def moments(cell: Cell, level: float) -> list[float]:
-    """Training seconds after which each run first tested at ``level`` or above."""
-    passed = ([at for at, a in curve(run, "seconds") if a >= level] for run in cell.runs)
+    """Training seconds after which each run that is followed tested at ``level`` or above."""
+    passed = ([at for at, a in curve(run, "seconds") if a >= level] for run in cell.followed)
     return [times[0] for times in passed if times]
 
 

@@ -61,6 +61,11 @@ class Run:
         return (number(self.config.get("pretrain_steps")) or 0) > 0
 
     @property
+    def test_every(self) -> int:
+        """Epochs from one test to the next."""
+        return int(number(self.config.get("test_every")) or 1)
+
+    @property
     def accuracy(self) -> float | None:
         """Of the final epoch, never of the best one."""
         if self.summary is not None:

@@ -115,8 +115,11 @@ def _moment(cell: Cell, level: int) -> Markup:
     found = moments(cell, level)
     if not found:
         return tag("td", formats.NONE)
-    few = f"{len(found)} of {count(len(cell.runs), 'run')}" if len(found) < len(cell.runs) else ""
-    return _cell(formats.duration(statistics.fmean(found)), False, few)
+    many = len(cell.followed)
+    notes = [f"{len(found)} of {count(many, 'run')}"] if len(found) < many else []
+    notes += [f"tested every {cell.test_every} epochs"] if cell.test_every > 1 else []
+    at_most = "≤ " * (cell.test_every > 1)
+    return _cell(at_most + formats.duration(statistics.fmean(found)), False, ", ".join(notes))
 
 
 def runs_table(rows: list[Row], looks: Looks) -> Markup:
