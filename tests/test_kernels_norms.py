@@ -89,7 +89,7 @@ def test_norm_is_group_norm(shape, relu, tile, device):
 
 
 def test_norm_without_scale_and_shift(tile, device):
-    x = channels_last(2, 6, 4, 3, device=device)
+    x = channels_last(2, 6, 5, 4, device=device)
     close(norm_act(x, 3, None, None), exact_norm(x, 3, None, None))
 
 
@@ -248,7 +248,7 @@ def test_nan_is_not_hidden(device):
 
 
 def test_slices_are_read_and_written_in_place(tile, device):
-    whole = channels_last(2, 20, 3, 5, device=device)
+    whole = channels_last(2, 20, 4, 5, device=device)
     part = whole[:, 7:15]
     target = torch.full_like(whole, 9.0)
     weight, bias = affine(8, device)
@@ -345,11 +345,11 @@ def test_second_derivatives(device):
 
 @pytest.mark.parametrize("spread", [False, True], ids=["own", "shared"])
 def test_scale_and_shift_for_each_sample(spread, tile, device):
-    x = channels_last(3, 6, 4, 3, device=device).requires_grad_()
+    x = channels_last(3, 6, 5, 4, device=device).requires_grad_()
     weight, bias = (torch.randn(3, 6, device=device).requires_grad_() for _ in range(2))
     if spread:  # all samples in the same memory
         weight, bias = (t.detach()[0].expand(3, 6).requires_grad_() for t in (weight, bias))
-    direction = torch.randn(3, 6, 4, 3, device=device)
+    direction = torch.randn(3, 6, 5, 4, device=device)
     unit = exact_norm(x, 3, None, None)
     exact = (unit * weight[..., None, None].double() + bias[..., None, None]).relu()
     expected = torch.autograd.grad(exact, (x, weight, bias), direction.double())
@@ -580,6 +580,9 @@ def test_which_shapes_are_taken_in_chunks(kernel):
 
     assert [shape for shape in SHAPES if in_chunks(*shape[1:])] == SHAPES[:1]
     assert [size for size in [(7, 5), (1, 6)] if in_chunks(12, 4, *size)] == [(7, 5)]
+    if kernel.startswith("norm"):  # what else these tests give to `tile`
+        assert in_chunks(6, 3, 5, 4)
+        assert in_chunks(8, 2, 4, 5)
 
 
 @pytest.mark.parametrize(
