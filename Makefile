@@ -22,7 +22,7 @@ types: setup
 	$(BIN)/mypy
 
 unit: setup
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The small MDEQ on digits with all four gradients: a table and a page.
 demo: setup

@@ -13,6 +13,10 @@ if not torch.cuda.is_available():
 
 from hypothesis import settings
 
+from interpreter import patch_once_a_launch
+
+patch_once_a_launch()
+
 settings.register_profile("gdeq", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("gdeq")
 

@@ -25,6 +25,9 @@ SHAPES = [
     (2, 24, 8, 4),  # 192 columns, eight of each channel
     (2, 1, 9, 3),  # one channel
 ]
+MANY, FEW = 1 << 10, 1  # programs
+# The others are one tile: fewer programs than one there are not.
+PROGRAMMED = [*((shape, MANY) for shape in SHAPES), *((shape, FEW) for shape in SHAPES[1:3])]
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +36,7 @@ def kernels_run(device):
         pytest.skip("Triton does not run here")
 
 
-@pytest.fixture(params=[1 << 10, 1], ids=["many programs", "few programs"])
+@pytest.fixture(params=[MANY, FEW], ids=["many programs", "few programs"])
 def programs(request, monkeypatch):
     for name, tuning in batch.TUNING.items():
         monkeypatch.setitem(batch.TUNING, name, replace(tuning, programs=request.param))
@@ -78,7 +81,7 @@ def sources_of(shape, count, device):
     return made
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "programs"), PROGRAMMED, indirect=["programs"])
 @pytest.mark.parametrize(("count", "relu"), [(1, False), (1, True), (2, True)])
 def test_values_and_gradients(shape, count, relu, programs, device):
     sources = sources_of(shape, count, device)
@@ -99,8 +102,17 @@ def test_values_and_gradients(shape, count, relu, programs, device):
             close(a, b, 1e-4)
 
 
-@pytest.mark.parametrize("track", ["momentum", "mean of all", "no statistics"])
-@pytest.mark.parametrize("scaled", [True, False])
+def test_which_shapes_have_several_tiles():
+    """So that nothing is left out of `PROGRAMMED`."""
+    for kernel, sources in batch.TUNING:
+        plans = {shape: batch._plan(torch.empty(shape), kernel, sources) for shape in SHAPES}
+        assert [shape for shape, plan in plans.items() if plan.tiles > 1] == SHAPES[1:3]
+
+
+@pytest.mark.parametrize(
+    ("track", "scaled"),
+    [("momentum", True), ("momentum", False), ("mean of all", True), ("no statistics", False)],
+)
 def test_the_layer_is_batch_norm_over_several_steps(track, scaled, as_kernels, device):
     plain = nn.BatchNorm2d(
         14,

@@ -24,6 +24,7 @@ from gdeq.kernels.norms import (
     norm_act_plain,
     per_sample,
 )
+from pairs import pairs
 
 # batch, channels, groups, height, width
 SHAPES = [
@@ -35,6 +36,9 @@ SHAPES = [
 ]
 LAST = torch.channels_last
 WHOLE, CHUNKS = 1 << 15, 1 << 7  # elements in a tile
+# The others fit in a chunk: with that tile they would take the same way again.
+TILED = [*((shape, WHOLE) for shape in SHAPES), (SHAPES[0], CHUNKS)]
+FUSED = [((7, 5), WHOLE), ((7, 5), CHUNKS), ((1, 6), WHOLE)]
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +76,7 @@ def close(found, expected, tolerance=1e-5):
 # ---- norm_act
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "tile"), TILED, indirect=["tile"])
 @pytest.mark.parametrize("relu", [False, True])
 def test_norm_is_group_norm(shape, relu, tile, device):
     batch, channels, groups, height, width = shape
@@ -85,7 +89,7 @@ def test_norm_is_group_norm(shape, relu, tile, device):
 
 
 def test_norm_without_scale_and_shift(tile, device):
-    x = channels_last(2, 6, 4, 3, device=device)
+    x = channels_last(2, 6, 5, 4, device=device)
     close(norm_act(x, 3, None, None), exact_norm(x, 3, None, None))
 
 
@@ -177,11 +181,9 @@ HELD = [  # and how many groups a program takes
 ]
 
 
-@pytest.mark.parametrize(("shape", "block"), HELD)
-@pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize("each", [False, True], ids=["one norm", "one a sample"])
-def test_gradients_of_groups_of_five(shape, block, relu, each, device, monkeypatch):
-    batch, channels, groups, height, width = shape
+@pytest.mark.parametrize(("held", "relu", "each"), pairs(HELD, [False, True], [False, True]))
+def test_gradients_of_groups_of_five(held, relu, each, device, monkeypatch):
+    (batch, channels, groups, height, width), block = held
     monkeypatch.setattr(norms.single, "launch", None)  # it would be called for other groups
     assert norms.held.groups_of_program(height * width, channels // groups, groups) == block
     wide = channels_last(batch, channels + 12, height, width, device=device, offset=30.0)
@@ -246,7 +248,7 @@ def test_nan_is_not_hidden(device):
 
 
 def test_slices_are_read_and_written_in_place(tile, device):
-    whole = channels_last(2, 20, 3, 5, device=device)
+    whole = channels_last(2, 20, 4, 5, device=device)
     part = whole[:, 7:15]
     target = torch.full_like(whole, 9.0)
     weight, bias = affine(8, device)
@@ -291,7 +293,7 @@ def test_out_must_fit(device):
         norm_act(x.requires_grad_(), 3, None, None, out=torch.empty_like(x))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "tile"), TILED, indirect=["tile"])
 @pytest.mark.parametrize("relu", [False, True])
 def test_gradients_are_pytorchs(shape, relu, tile, device):
     batch, channels, groups, height, width = shape
@@ -343,11 +345,11 @@ def test_second_derivatives(device):
 
 @pytest.mark.parametrize("spread", [False, True], ids=["own", "shared"])
 def test_scale_and_shift_for_each_sample(spread, tile, device):
-    x = channels_last(3, 6, 4, 3, device=device).requires_grad_()
+    x = channels_last(3, 6, 5, 4, device=device).requires_grad_()
     weight, bias = (torch.randn(3, 6, device=device).requires_grad_() for _ in range(2))
     if spread:  # all samples in the same memory
         weight, bias = (t.detach()[0].expand(3, 6).requires_grad_() for t in (weight, bias))
-    direction = torch.randn(3, 6, 4, 3, device=device)
+    direction = torch.randn(3, 6, 5, 4, device=device)
     unit = exact_norm(x, 3, None, None)
     exact = (unit * weight[..., None, None].double() + bias[..., None, None]).relu()
     expected = torch.autograd.grad(exact, (x, weight, bias), direction.double())
@@ -379,7 +381,7 @@ def test_per_sample_sums_over_the_batch(device):
 
 
 @pytest.mark.parametrize(("dropout", "injected"), [(True, True), (False, False)])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "tile"), TILED, indirect=["tile"])
 def test_block_end(shape, dropout, injected, tile, device):
     batch, channels, groups, height, width = shape
     y, injection, z = (
@@ -405,7 +407,9 @@ def test_block_end(shape, dropout, injected, tile, device):
 
 @pytest.mark.parametrize(("dropout", "injected"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("each", [False, True], ids=["shared", "each sample"])
-@pytest.mark.parametrize("shape", SHAPES[:4])
+@pytest.mark.parametrize(
+    ("shape", "tile"), [case for case in TILED if case[0] != SHAPES[4]], indirect=["tile"]
+)
 def test_block_end_gradients(shape, each, dropout, injected, tile, device):
     batch, channels, groups, height, width = shape
     y, injection, z = (
@@ -488,7 +492,7 @@ def exact_fuse(own, sources, groups):
 
 
 @pytest.mark.parametrize("levels", [(1,), (0, 0), (1, 2, 3), (0, 0, 1, 2)])
-@pytest.mark.parametrize("size", [(7, 5), (1, 6)])
+@pytest.mark.parametrize(("size", "tile"), FUSED, indirect=["tile"])
 def test_fuse(levels, size, tile, device):
     own = channels_last(2, 12, *size, device=device)
     sources = sources_of(levels, 12, *size, device)
@@ -500,7 +504,7 @@ def test_fuse(levels, size, tile, device):
 
 
 @pytest.mark.parametrize("levels", [(1,), (0, 0), (1, 2, 3), (0, 1), (0, 0, 1, 2)])
-@pytest.mark.parametrize("size", [(7, 5), (1, 6)])
+@pytest.mark.parametrize(("size", "tile"), FUSED, indirect=["tile"])
 @pytest.mark.parametrize("relu", [True, False])
 def test_fuse_gradients(levels, size, relu, tile, device):
     own = channels_last(2, 12, *size, device=device).requires_grad_()
@@ -563,6 +567,22 @@ def test_fuse_of_nothing_and_without_relu(device):
 
 
 # ---- sizes of tiles
+
+
+@pytest.mark.parametrize("kernel", norms.TUNING)
+def test_which_shapes_are_taken_in_chunks(kernel):
+    """So that nothing is left out of `TILED` and `FUSED`."""
+    tuning = replace(norms.TUNING[kernel], tile=CHUNKS)
+
+    def in_chunks(channels, groups, height, width):
+        pixels = height * width
+        return choose_tile(tuning, pixels, channels, groups, 4).pixels < pixels
+
+    assert [shape for shape in SHAPES if in_chunks(*shape[1:])] == SHAPES[:1]
+    assert [size for size in [(7, 5), (1, 6)] if in_chunks(12, 4, *size)] == [(7, 5)]
+    if kernel.startswith("norm"):  # what else these tests give to `tile`
+        assert in_chunks(6, 3, 5, 4)
+        assert in_chunks(8, 2, 4, 5)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from gdeq.state import StateSpace
 
 kernels = pytest.importorskip("gdeq.kernels.state")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-GRADIENTS = [gdeq.GDEQ(), gdeq.JFB(), gdeq.Implicit(gdeq.Broyden(12, 1e-9)), gdeq.NPG()]
+GRADIENTS = [gdeq.GDEQ(), gdeq.JFB(), gdeq.Implicit(gdeq.Broyden(5, 1e-9)), gdeq.NPG()]
 
 
 def image(batch, channels, edge, dtype, last=True) -> Tensor:
@@ -161,7 +161,7 @@ class Cell(torch.nn.Module):
 def train(gradient, dtype=torch.float64, work=lambda z: z):
     torch.manual_seed(1)
     cell = Cell(dtype)
-    deq = gdeq.DEQ(cell, gdeq.Broyden(8, 0.0), gradient)
+    deq = gdeq.DEQ(cell, gdeq.Broyden(4, 0.0), gradient)
     z = work(deq(image(2, 16, 4, dtype)))
     ((z[0] ** 2).sum() + (z[1] ** 3).sum()).backward()
     return [p.grad for p in cell.parameters()], z, deq.solution

@@ -19,6 +19,7 @@ from gdeq.product import ProductInverse
 from gdeq.solution import Status
 from gdeq.solve import iterate
 from gdeq.state import VectorMap
+from pairs import pairs
 from problems import (
     Dense,
     Image,
@@ -64,9 +65,10 @@ def assert_same_solution(expected, found, tolerance):
     assert expected.trace.shape == found.trace.shape
 
 
-@pytest.mark.parametrize("kind", [Dense, Image, Multiscale, Named])
-@pytest.mark.parametrize("radius", [0.5, 0.9])
-@pytest.mark.parametrize("tol", [0.0, 1e-5])
+@pytest.mark.parametrize(
+    ("kind", "radius", "tol"),
+    pairs([Dense, Image, Multiscale, Named], [0.5, 0.9], [0.0, 1e-5]),
+)
 def test_iterates_verdicts_and_inverse_are_those_of_the_paper_s_form(form, kind, radius, tol):
     problem = kind(radius=radius).to(DEVICE)
     # Few enough steps that what is compared is not yet the rounding of a solved problem.
@@ -88,8 +90,8 @@ def test_iterates_verdicts_and_inverse_are_those_of_the_paper_s_form(form, kind,
         gdeq.GDEQ(refine=1),
         gdeq.GDEQ(refine=3),
         gdeq.GDEQ(tolerance=1e-4),
-        gdeq.Implicit(gdeq.Broyden(20, 1e-10)),
-        gdeq.Implicit(precondition=True),
+        gdeq.Implicit(gdeq.Broyden(9, 1e-10)),
+        gdeq.Implicit(gdeq.Broyden(6, 1e-6), precondition=True),
         gdeq.JFB(),
     ],
     ids=repr,
@@ -151,7 +153,7 @@ def test_every_way_to_end(form, tol, dtype):
 def test_a_solve_that_ends_at_rounding(form):
     # So many numbers that some of them are never exact.
     source = torch.Generator().manual_seed(0)
-    matrix = torch.randn(200, 200, dtype=torch.float64, generator=source).to(DEVICE) / 50
+    matrix = torch.randn(200, 200, dtype=torch.float64, generator=source).to(DEVICE) / 150
 
     def f(z):
         return torch.tanh(z @ matrix.T) + 0.3
@@ -186,6 +188,7 @@ def test_a_refinement_is_broyden_s_method_with_a_bounded_last_step(
         systems = transposed_system(problem.dense_jacobian(solution.z))
         with torch.no_grad():
             w = gdeq.GDEQ(refine=times).cotangent(v, lambda u: u - times_each(systems, u), solution)
+    with choice.use("plain"):  # of the same factors; in kernels, column by column, it is slow
         reused = -solution.inverse.as_matrix().mT
     shortened = 0
     for A, P, right, found in zip(systems, reused, v, w.w, strict=True):
@@ -344,7 +347,7 @@ def test_a_sample_that_misses_the_tolerance_gets_its_best_iterate_and_that_inver
 
 @pytest.mark.parametrize(
     "shapes",
-    [[(700,), (5, 29, 31), (3,)], [(704,), (4, 20, 20), (1024,), (16,)]],
+    [[(300,), (2, 19, 31), (3,)], [(304,), (4, 17, 16), (1024,), (16,)]],
     ids=["any size", "multiples of 16"],
 )
 def test_vectors_longer_than_a_chunk_and_parts_that_do_not_fill_one(form, shapes):
@@ -459,8 +462,9 @@ def test_steps_of_a_float16_f_may_be_rounded_further(steps, monkeypatch):
     assert abs(errors[1] - errors[0]) < 0.03 * error(v)
 
 
-@pytest.mark.parametrize("slope", [0.5, 0.99, 0.995, 2.0])
-@pytest.mark.parametrize("tol", [0.0, 1e-4])
+@pytest.mark.parametrize(
+    ("slope", "tol"), [(0.5, 1e-4), (0.99, 0.0), (0.995, 0.0), (0.995, 1e-4), (2.0, 1e-4)]
+)
 def test_a_float16_state_is_handed_over_as_parts_and_stays_in_its_range(
     form, slope, tol, monkeypatch
 ):
@@ -473,7 +477,7 @@ def test_a_float16_state_is_handed_over_as_parts_and_stays_in_its_range(
         return (slope * z[0] + c).clamp(-1000, 1000), (0.5 * z[1] + 0.1 * z[0]).clamp(-1000, 1000)
 
     seen = set()
-    for max_iter in (1, 2, 3, 4, 7):
+    for max_iter in (1, 2, 3, 7):  # it is lost at the second step: before, there, and after it
         with choice.use(form):
             found = gdeq.solve(f, z0, gdeq.Broyden(max_iter, tol))
             with monkeypatch.context() as patch:

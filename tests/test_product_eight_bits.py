@@ -5,7 +5,9 @@ Without a GPU the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -150,16 +152,29 @@ def drive(kind, dtype, solver, precision, steps, sizes, repeated=False):
     return sweep, seen
 
 
+@cache
+def _driven(kind, dtype, steps, sizes):
+    return drive(kind, dtype, gdeq.Broyden(steps, 0.0), HALF, steps, list(sizes))
+
+
+def driven(kind, dtype, steps, sizes):
+    """The same of tests that look at it in different ways; each gets a copy."""
+    return copy.deepcopy(_driven(kind, dtype, steps, tuple(sizes)))
+
+
 def values(sweep):
     return sweep.scales.values if isinstance(sweep.scales, Scales) else sweep.scales
 
 
-@pytest.mark.parametrize("sizes", [ANY_SIZES, ROUND_SIZES], ids=["any size", "multiples of 16"])
-@pytest.mark.parametrize("tol", [0.0, 1e-3])
+@pytest.mark.parametrize(
+    ("sizes", "tol"),
+    [(ANY_SIZES, 1e-3), (ROUND_SIZES, 0.0)],
+    ids=["any size", "multiples of 16"],
+)
 @pytest.mark.usefixtures("always")
 def test_the_kernels_do_as_the_plain_form(sizes, tol):
     """With samples that are solved or lost, and (by the noise guard of bf16) factors skipped."""
-    solver, steps = gdeq.Broyden(12, tol), 12
+    solver, steps = gdeq.Broyden(9, tol), 9
     found, _ = drive(product.Sweep, torch.float64, solver, HALF, steps, sizes)
     plain, _ = drive(InEightBits, torch.float64, solver, HALF, steps, sizes)
     assert found.steps.dtype == plain.steps.dtype == torch.int8
@@ -193,9 +208,9 @@ def test_the_kernels_do_as_the_plain_form(sizes, tol):
 
 @pytest.mark.parametrize("sizes", [ANY_SIZES, ROUND_SIZES], ids=["any size", "multiples of 16"])
 def test_in_single_precision_too(sizes):
-    solver, steps = gdeq.Broyden(6, 0.0), 6
-    found, _ = drive(product.Sweep, torch.float32, solver, HALF, steps, sizes)
-    plain, _ = drive(InEightBits, torch.float32, solver, HALF, steps, sizes)
+    steps = 6
+    found, _ = driven(product.Sweep, torch.float32, steps, sizes)
+    plain, _ = driven(InEightBits, torch.float32, steps, sizes)
     assert found.steps.dtype == torch.int8
     assert torch.equal(found.keep[:, :steps] != 0, plain.keep[:, :steps])
     # Of two numbers that are equally near, either.
@@ -209,7 +224,7 @@ def test_in_single_precision_too(sizes):
 def test_going_back_gives_the_bits_of_the_iterate(form, dtype):
     """By the additions of the solve: what is stored is what was added."""
     kind = product.Sweep if form == "triton" else InEightBits
-    sweep, seen = drive(kind, dtype, gdeq.Broyden(6, 0.0), HALF, 6, ANY_SIZES)
+    sweep, seen = driven(kind, dtype, 6, ANY_SIZES)
     for at in [[0, 1, 2, 2], [5, 4, 3, 1]]:
         z, inverse = sweep.settle(torch.tensor(at, device=DEVICE), 6)
         for sample, step in enumerate(at):
@@ -232,8 +247,8 @@ def test_repeated_steps_are_the_counted_ones():
 def test_the_inverse_is_the_product_of_its_factors(form, differentiable):
     """−Π (I + s_{j+1}s_jᵀ/‖s_j‖²), densely in float64, of the steps as they are stored."""
     kind = product.Sweep if form == "triton" else InEightBits
-    steps = 8
-    sweep, _ = drive(kind, torch.float64, gdeq.Broyden(steps, 0.0), HALF, steps, ANY_SIZES)
+    steps = 6
+    sweep, _ = driven(kind, torch.float64, steps, ANY_SIZES)
     _codes, _residual, at = sweep.ledger.finish()
     _z, inverse = sweep.settle(at, steps)
     stored = inverse.steps.double() * inverse.scales.spread().double()
@@ -262,10 +277,10 @@ def test_the_inverse_is_the_product_of_its_factors(form, differentiable):
 @pytest.mark.usefixtures("always")
 def test_a_step_that_is_not_used_may_hold_anything(form):
     kind = product.Sweep if form == "triton" else InEightBits
-    steps, lost = 5, 3
+    steps, lost = 6, 3
     results = {}
     for value in [1.0, torch.inf]:
-        sweep, _ = drive(kind, torch.float64, gdeq.Broyden(steps, 0.0), HALF, steps, ANY_SIZES)
+        sweep, _ = driven(kind, torch.float64, steps, ANY_SIZES)
         sweep.keep[:, lost - 1 : lost + 1] = 0
         values(sweep)[:, lost, 1] = value
         at = torch.full((4,), steps, device=DEVICE)
@@ -280,7 +295,7 @@ def test_a_step_that_is_not_used_may_hold_anything(form):
 
 def test_a_lost_step_in_the_store_does_not_reach_the_next(monkeypatch):
     """Its weight is 0, and 0 times infinity is not."""
-    steps, lost = 6, 3
+    steps, lost = 5, 3
     found = {}
     for value in [0.25, torch.inf]:
         grown = product.Sweep.take
@@ -337,7 +352,7 @@ def test_a_solve_under_autocast(tol):
     found = {}
     for kind in ["off", "plain", "triton"]:
         with choice.use(kind), torch.autocast(DEVICE.type, torch.bfloat16), torch.no_grad():
-            found[kind] = gdeq.solve(f, z0, gdeq.Broyden(11, tol))
+            found[kind] = gdeq.solve(f, z0, gdeq.Broyden(11 if tol else 5, tol))
     inverse = found["triton"].inverse.vectors
     assert isinstance(inverse, ProductInverse)
     assert inverse.steps.dtype == torch.int8
@@ -368,8 +383,8 @@ def test_the_inverse_meets_its_newest_secant_equation(form, monkeypatch, store, 
     if store != "int8":
         monkeypatch.setattr(gdeq.product, "PlainSweep", PlainSweep)
     torch.manual_seed(0)
-    matrix = 0.6 * torch.randn(256, 256, device=DEVICE) / 16
-    x = torch.randn(3, 256, device=DEVICE)
+    matrix = 0.6 * torch.randn(144, 144, device=DEVICE) / 12
+    x = torch.randn(2, 144, device=DEVICE)
     seen = []
 
     def f(z):
@@ -428,7 +443,7 @@ def test_steps_in_eight_bits_do_not_spoil_the_gradient(form):
 @pytest.mark.parametrize("times", [1, 3])
 def test_a_refinement_reads_them_too(sizes, times):
     steps, batch, d = 6, 4, sum(sizes)
-    sweep, _ = drive(product.Sweep, torch.float32, gdeq.Broyden(steps, 0.0), HALF, steps, sizes)
+    sweep, _ = driven(product.Sweep, torch.float32, steps, sizes)
     _, _, at = sweep.ledger.finish()
     _, inverse = sweep.settle(at, steps)
     assert inverse.scales is not None

@@ -12,11 +12,12 @@ import torch
 
 import gdeq
 from gdeq.kernels import choice
+from gdeq.operators import Refinement
 from gdeq.product import PlainSweep
 from problems import assert_near
 
 pytest.importorskip("triton")
-from gdeq.kernels import product
+from gdeq.kernels import product, product_apply, refinement
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter divides 0 by 0 aloud.
@@ -54,6 +55,32 @@ def test_backwards_is_forwards_in_another_order(monkeypatch):
     for a, b in zip(found[True], found[False], strict=True):
         assert_near(a, b, 1e-9)
     assert not torch.equal(found[True][0], found[False][0])  # the switch does something
+
+
+def test_more_chunks_than_are_summed_at_once(monkeypatch):
+    """Verdicts, products with the inverse and refinements take the sums of 32 chunks at a time."""
+    monkeypatch.setattr(product, "tuning", replace(product.tuning, block=16))
+    for module in (product_apply, refinement):
+        monkeypatch.setattr(module, "BLOCK", 16)
+    f, z0 = bumpy(torch.float64, batch=1, d=33 * 16 + 2)
+    x = torch.randn_like(z0)
+
+    def vjp(u):
+        return 0.5 * u.roll(7, dims=1)
+
+    found = {}
+    for form in ("plain", "triton"):
+        with choice.use(form), torch.no_grad():
+            solution = gdeq.solve(f, z0, gdeq.Broyden(3, 0.0))
+            inverse = solution.inverse.vectors
+            reused = inverse.T.negative_matvec(x)
+            w = inverse.T.refined(reused, x, vjp, Refinement(2, 1e-16, 3.0, 2.0))
+            assert (w is None) == (form == "plain")
+            if w is None:
+                w = gdeq.GDEQ(refine=2)._refine(reused, x, vjp, inverse.T, 1e-16)
+            found[form] = solution.z, solution.trace, inverse.matvec(x), reused, w
+    for a, b in zip(found["triton"], found["plain"], strict=True):
+        assert_near(a, b, 1e-9)
 
 
 @pytest.mark.parametrize("form", ["off", "plain", "triton"])
@@ -124,12 +151,14 @@ class Counted:
 
 
 @pytest.mark.parametrize(
-    ("tol", "stop"), [(0.0, "relative"), (1e-3, "relative"), (1e-3, "absolute")]
-)
-@pytest.mark.parametrize(
-    ("dtype", "precision"),
-    [(torch.float64, 2.2e-16), (torch.float32, 1.2e-7), (torch.float32, HALF)],
-    ids=["float64", "float32", "bfloat16"],
+    ("dtype", "precision", "tol", "stop"),
+    [
+        (torch.float64, 2.2e-16, 0.0, "relative"),
+        (torch.float64, 2.2e-16, 1e-3, "absolute"),
+        (torch.float32, 1.2e-7, 1e-3, "relative"),
+        (torch.float32, HALF, 0.0, "relative"),
+        (torch.float32, HALF, 1e-3, "absolute"),
+    ],
 )
 def test_who_judges_changes_no_bit(monkeypatch, dtype, precision, tol, stop):
     solver = gdeq.Broyden(5, tol, stop=stop)

@@ -391,7 +391,8 @@ class Watched(Serial):
     ids=["shortcuts", "identities", "batch norms"],
 )
 def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
-    model = minimal(Broyden(max_iter=3, tol=0.0), JFB(), downsample=1, **overrides)
+    # One step: the cell is in kernels too, and takes the interpreter's time.
+    model = minimal(Broyden(max_iter=1, tol=0.0), JFB(), downsample=1, **overrides)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
