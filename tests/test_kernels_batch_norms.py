@@ -195,7 +195,7 @@ def test_nan_stays_visible(programs, device):
     for values in (y.transpose(0, 1), found.transpose(0, 1)):
         hit = values.isnan().flatten(1).any(1)
         assert hit.nonzero().flatten().tolist() == [2]
-    assert bool(values[2].isnan().all())
+        assert bool(values[2].isnan().all())
     for buffer in (running.mean, running.var):
         assert buffer.isnan().nonzero().flatten().tolist() == [2]
 
