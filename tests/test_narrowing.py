@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import warnings
 from collections import namedtuple
 from dataclasses import dataclass, replace
 
@@ -289,6 +290,7 @@ def test_gradients_come_after_a_narrowed_solve(form, gradient):
         assert_near(results[1][1][b], results[0][1][b], 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:narrow=True has no effect")
 def test_where_nothing_is_narrowed():
     x, strength = inputs()
 
@@ -598,6 +600,93 @@ def test_it_is_true_or_false():
         gdeq.DEQ(Cell(), narrow=3)
     with pytest.raises(TypeError, match="did you mean 'narrow'"):
         gdeq.DEQ(Cell(), narow=True)
+    deq = gdeq.DEQ(Cell())
+    deq.narrow = "yes"
+    with pytest.raises(TypeError, match="narrow must be True or False, got 'yes'"):
+        deq(torch.ones(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("kernels", "solver", "why"),
+    [
+        ("off", gdeq.Broyden(tol=1e-3), "on a GPU with Triton"),
+        ("plain", gdeq.Broyden(tol=0.0), "give the solver a tolerance"),
+        ("plain", gdeq.Anderson(tol=1e-3), "by Broyden(memory=None) alone, not Anderson"),
+        ("plain", gdeq.Broyden(tol=1e-3, memory=3), "by Broyden(memory=None) alone, not Broyden"),
+        ("plain", gdeq.Broyden(tol=1e-3), None),
+    ],
+)
+def test_where_no_sample_can_leave_is_said_once(kernels, solver, why):
+    deq = gdeq.DEQ(lambda z, x: 0.3 * torch.tanh(z) + x, solver, gdeq.JFB(), narrow=True)
+    x = torch.randn(8, 3, dtype=F64)
+    with choice.use(kernels), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        deq(x)  # in training no sample leaves anyway
+        assert not told
+        deq.eval()
+        deq(x)
+        deq(x)
+    told = [str(w.message) for w in told if "no effect" in str(w.message)]
+    assert len(told) == (why is not None)
+    assert why is None or why in told[0]
+
+
+class Coupled(nn.Module):
+    """Each sample with a share of the mean of all; table: rows for all samples together."""
+
+    share = 0.0
+
+    def forward(self, z, x, strength, share=0.0, centre=False, table=None):
+        found = strength[:, None] * torch.tanh(z) + x + (share + self.share) * z.mean(0)
+        if table is not None:
+            found = found + 1e-3 * table.sum(0)
+        return found - found.mean(0) if centre else found
+
+
+def coupled(size=64, **options):
+    strength = torch.linspace(0.05, 0.9, size, dtype=F64, device=DEVICE)
+    x = torch.randn(size, 5, dtype=F64, device=DEVICE)
+    return (x, strength), options
+
+
+@pytest.mark.parametrize("tol", [1e-4, 1e-10])
+def test_what_couples_samples_by_more_than_the_tolerance_tells_is_refused(tol):
+    (x, strength), _ = coupled()
+    deq = gdeq.DEQ(Coupled(), gdeq.Broyden(60, tol=tol), narrow=True).eval()
+    with choice.use("plain"):
+        deq(x, strength, share=0.0)
+        deq(x, strength, share=1e-3 * tol)  # in no residual that is told
+        with pytest.raises(gdeq.NarrowError, match="would be taken for rounding"):
+            deq(x, strength, share=3 * tol)
+
+
+def test_another_flag_or_cell_is_compared_again():
+    (x, strength), _ = coupled()
+    deq = gdeq.DEQ(Coupled(), gdeq.Broyden(60, tol=1e-8), narrow=True).eval()
+    with choice.use("plain"):
+        deq(x, strength, centre=False)
+        with pytest.raises(gdeq.NarrowError):
+            deq(x, strength, centre=True)
+        deq.cell = Coupled().eval()
+        deq.cell.share = 0.1
+        with pytest.raises(gdeq.NarrowError):
+            deq(x, strength)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 5, 16, 32])
+def test_a_table_for_all_samples_may_have_as_many_rows_as_are_left(rows, form):
+    (x, strength), _ = coupled()
+    table = torch.randn(rows, 5, dtype=F64, device=DEVICE)
+    seen = []
+    cell = Coupled()
+    cell.register_forward_pre_hook(lambda _module, given: seen.append(len(given[0])))
+    found = []
+    for narrow in (False, True):
+        deq = gdeq.DEQ(cell, gdeq.Broyden(60, tol=1e-10), narrow=narrow).eval()
+        with choice.use(form):
+            found.append(deq(x, strength, table=table))
+    assert {64, 32, 16, 8, 4}.issubset(seen)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-8, atol=1e-10)
 
 
 # --- recorded ------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from gdeq.capture import CaptureWarning, capture
 from gdeq.fixed_point import fixed_point
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured, Unrolled
 from gdeq.layer import DEQ, UnsteadyCellWarning
+from gdeq.narrowing import NarrowError
 from gdeq.regularize import (
     VariationalDropout,
     hold,
@@ -32,6 +33,7 @@ __all__ = [
     "Gradient",
     "Implicit",
     "Measured",
+    "NarrowError",
     "Picard",
     "Solution",
     "Solver",

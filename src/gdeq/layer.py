@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from gdeq import narrowing
 from gdeq.fixed_point import check_pair, solve_and_attach
 from gdeq.gradients import DEFAULT, Gradient
+from gdeq.kernels import choice
 from gdeq.options import describe
 from gdeq.regularize import hold
 from gdeq.solution import Solution
@@ -55,9 +56,13 @@ class DEQ(nn.Module):
         form runs, `gdeq.product`).  The cell must treat samples independently and take a smaller
         batch: z and each tensor in its inputs (nested in tuples, lists and dicts) whose first
         dimension is the batch size are cut to the samples left, all else is handed over as it is.
-        The first time (after training, and for each shape), both ways are compared: a cell that
-        gives something else for some samples alone is refused with a
-        `gdeq.narrowing.NarrowError`; so is a list with one entry for each sample.
+        The first time (after training, for each cell, shape and flag or number among the inputs)
+        both ways are compared: a cell that gives something else for some samples alone is refused
+        with a `gdeq.NarrowError`; so is a list with one entry for each sample.  Else is what
+        differs by more than 50 roundings or a tenth of the tolerance; in half precision and TF32,
+        by 2 per cent, in bfloat16 by 5: less cannot be told from rounding.  A cell that is changed
+        in another way than by training needs ``deq.train()`` and ``deq.eval()`` to be compared
+        again.  Where no sample can leave, that is said once.
 
     ``z0`` is taken from the call; else from ``cell.initial_state(x, ...)`` where the cell has such
     a method; else it is zeros like x.  ``solution`` is the record of the last call (its z is
@@ -65,6 +70,7 @@ class DEQ(nn.Module):
     """
 
     _warned = False  # of unsteady parts: once a layer
+    _told_idle = False  # that no sample can leave: once a layer
 
     def __init__(
         self,
@@ -82,10 +88,9 @@ class DEQ(nn.Module):
             raise TypeError(f"DEQ has no option {key!r}{hint} (options: {', '.join(names)})")
         if not callable(cell) or isinstance(cell, type):
             raise TypeError(f"cell must be a module or function cell(z, x), got {describe(cell)}")
-        if not isinstance(narrow, bool):
-            raise TypeError(f"narrow must be True or False, got {describe(narrow)}")
         check_pair(solver, gradient)
         self.narrow = narrow
+        self._check_narrow()
         self.cell = cell
         self.solver = solver
         self.gradient = gradient
@@ -116,6 +121,8 @@ class DEQ(nn.Module):
         if solution.z is z:  # it must stay what it is when the caller works on the output in place
             solution = replace(solution, z=copied(z))
         self.solution = solution
+        if self.narrow and not self.training and not self._told_idle:
+            self._warn_of_idle_narrowing(solution.residual)
         return z
 
     def train(self, mode: bool = True) -> DEQ:
@@ -123,7 +130,25 @@ class DEQ(nn.Module):
             self._narrowed_well.clear()
         return super().train(mode)
 
+    def _check_narrow(self) -> None:
+        if not isinstance(self.narrow, bool):
+            raise TypeError(f"narrow must be True or False, got {describe(self.narrow)}")
+
+    def _warn_of_idle_narrowing(self, on_device: Tensor) -> None:
+        solver = self.solver
+        if type(solver) is not Broyden or solver.memory is not None:
+            why = f"samples leave a solve by Broyden(memory=None) alone, not {solver}"
+        elif solver.tol == 0:
+            why = "with tol=0 no sample is done before the others: give the solver a tolerance"
+        elif choice.chosen(on_device) == "off":
+            why = "samples leave where Broyden's product form runs: on a GPU with Triton"
+        else:
+            return
+        self._told_idle = True
+        warnings.warn(f"narrow=True has no effect here: {why}", UserWarning, stacklevel=1)
+
     def _map(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Callable[[State], State]:
+        self._check_narrow()  # it may have been set since
         if self.narrow and not self.training and narrowing.allowed(self.cell):
             return narrowing.CellOnInputs(self.cell, inputs, options, self._narrowed_well)
         return lambda z: self.cell(z, *inputs, **options)

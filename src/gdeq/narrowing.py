@@ -27,12 +27,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gdeq.recording import may_wait
+from gdeq.solvers.base import Solver
 from gdeq.state import State, StateError, VectorMap
 
 LEAST = 16  # samples; of fewer, f hardly takes less time
-# How far f of some samples may be from f of all, for each sample: some ten roundings (float32 may
-# be computed in TF32), as another size may be computed by another algorithm.
-ROUNDING = {torch.float64: 1e-4, torch.float32: 0.02, torch.float16: 0.02, torch.bfloat16: 0.05}
+# How far f of some samples may be from f of all, for each sample, in roundings: another size may be
+# computed by another algorithm.  Of bfloat16 that is 5 per cent, of float16 and TF32 2.
+ROUNDINGS = {torch.bfloat16: 6.4, torch.float16: 20.0}
+TF32 = 2.0**-10
+REMEMBERED = 1000  # comparisons at most
 # Inputs that say nothing of single samples.
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, nn.Module)
 
@@ -53,8 +56,9 @@ class Sweep(Protocol):
 class CellOnInputs:
     """z ↦ cell(z, *inputs, **options), for all samples or for some.
 
-    checked: the sizes and inputs for which the cell was seen to give the same for some samples
+    checked: the cells, sizes and inputs for which it was seen to give the same for some samples
         alone; shared by all calls of a layer until it trains.
+    whole: the one for all samples, if this is one for some, and which those are.
     """
 
     def __init__(
@@ -63,8 +67,10 @@ class CellOnInputs:
         inputs: tuple[Any, ...],
         options: dict[str, Any],
         checked: set[Any],
+        whole: tuple[CellOnInputs, Tensor] | None = None,
     ) -> None:
         self.cell, self.inputs, self.options, self.checked = cell, inputs, options, checked
+        self.whole = whole
         self.note = ""
 
     def __call__(self, z: State) -> State:
@@ -76,9 +82,16 @@ class CellOnInputs:
             raise
 
     def of(self, chosen: Tensor, batch: int) -> CellOnInputs:  # (samples,)
-        """The same for some of the samples of this batch."""
+        """The same for some of the samples that it is for.
+
+        batch: of the whole.  By it alone a tensor is told to have a row for each sample: one of 64
+        rows for all samples would look so when 64 are left.
+        """
+        if self.whole is not None:
+            whole, rows = self.whole
+            return whole.of(rows[chosen], batch)
         inputs, options = gathered((self.inputs, self.options), chosen, batch)
-        other = CellOnInputs(self.cell, inputs, options, self.checked)
+        other = CellOnInputs(self.cell, inputs, options, self.checked, (self, chosen))
         other.note = (
             f"gdeq: narrow=True: the cell was given {len(chosen)} of {batch} samples, with the "
             f"same of every input tensor whose first dimension is {batch}; a cell that cannot take "
@@ -209,12 +222,15 @@ def sizes_below(batch: int) -> list[int]:
 class Samples:
     """f for those samples of a sweep that it is evaluated for, at first all.
 
-    watched: the solve may end early; else no sample leaves.
+    solver: without a tolerance no sample leaves.
     """
 
-    def __init__(self, f: VectorMap, sweep: Sweep, watched: bool) -> None:
+    def __init__(self, f: VectorMap, sweep: Sweep, solver: Solver) -> None:
         self.f, self.sweep = f, sweep
-        can = watched and isinstance(f.f, CellOnInputs)
+        self.batch = f.space.batch
+        can = solver.tol > 0 and isinstance(f.f, CellOnInputs)
+        # What couples samples by less than that is in no residual that the solve tells.
+        self.tolerated = 0.1 * solver.tol if solver.stop == "relative" else 0.0
         self.sizes = sizes_below(f.space.batch) if can else []  # to come
         self.narrowed = False
         if self.sizes:  # told at once, whether or not samples will leave
@@ -230,7 +246,7 @@ class Samples:
     def narrow(self) -> Tensor:
         """From here on f is evaluated for the next smaller number; which of the samples so far."""
         chosen = self.sweep.narrow(self.sizes.pop(0))
-        self.f, self.narrowed = _of(self.f, chosen), True
+        self.f, self.narrowed = _of(self.f, chosen, self.batch), True
         return chosen
 
     def fit(self, left: int) -> None:
@@ -253,11 +269,18 @@ class Samples:
     def _key(self) -> Any:
         """What was compared once is known for; None if an input may hold anything."""
         assert isinstance(self.f.f, CellOnInputs)
+        given = self.f.f.whole[0] if self.f.f.whole else self.f.f
         try:
-            shapes = _shapes((self.f.f.inputs, self.f.f.options))
-        except _OpaqueError:
+            key = self.sizes[0], self.batch, self._limit(), given.cell, _kinds(given)
+            hash(key)
+        except (_OpaqueError, TypeError):
             return None
-        return self.sizes[0], self.f.space.batch, shapes
+        return key
+
+    def _limit(self) -> float:
+        space = self.f.space
+        kinds = {*space.dtypes, self.f.autocast_dtype or space.dtype}
+        return max(self.tolerated, *(_rounding(kind, space.device) for kind in kinds))
 
     def _narrow_if_known(self) -> bool:
         assert isinstance(self.f.f, CellOnInputs)
@@ -272,20 +295,37 @@ class Samples:
         before, of_all = self.f.space, self.evaluate()
         expected = gathered_parts(of_all, before.sizes, self.narrow())
         apart = _distance(self.evaluate(), expected, before.sizes)
-        kinds = [*before.dtypes, self.f.autocast_dtype or before.dtype]
-        limit = max(ROUNDING.get(kind, 0.05) for kind in kinds)
+        limit = self._limit()
         with may_wait(before.device):
             if not bool(apart <= limit):
                 raise NarrowError(
                     f"the cell gives other values for {self.f.space.batch} of {before.batch} "
                     f"samples alone than for all of them together (by {float(apart):.2g} of their "
-                    "size).  With narrow=True samples must not influence each other, and of every "
-                    f"input tensor whose first dimension is {before.batch} the cell is given some "
-                    "rows alone: nothing else may depend on which samples are in the batch.  If "
-                    "that is not so, use narrow=False"
+                    f"size, where {limit:.2g} would be taken for rounding).  With narrow=True "
+                    "samples must not influence each other, and of every input tensor whose first "
+                    f"dimension is {self.batch} the cell is given some rows alone: nothing else "
+                    "may depend on which samples are in the batch.  If that is not so, use "
+                    "narrow=False"
                 )
         if key is not None:
+            if len(checked) >= REMEMBERED:  # a number that is another one at each call
+                checked.clear()
             checked.add(key)
+
+
+def _rounding(kind: torch.dtype, device: torch.device) -> float:
+    """How far apart two computations of f in this precision may be."""
+    eps = torch.finfo(kind).eps
+    if kind == torch.float32 and device.type == "cuda" and _tf32_allowed():
+        return 20 * TF32
+    return ROUNDINGS.get(kind, 50.0) * eps
+
+
+def _tf32_allowed() -> bool:
+    try:
+        return torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+    except RuntimeError:  # set by the newer names, for some operations alone
+        return True
 
 
 def _distance(found: Tensor, expected: Tensor, sizes: list[int]) -> Tensor:  # (batch·d,) each -> ()
@@ -304,13 +344,13 @@ def _distance(found: Tensor, expected: Tensor, sizes: list[int]) -> Tensor:  # (
     return relative.max()  # NaN if there is one
 
 
-def _of(f: VectorMap, chosen: Tensor) -> VectorMap:
+def _of(f: VectorMap, chosen: Tensor, batch: int) -> VectorMap:
     """f for some of its samples; under the autocast state that was kept when it was made."""
     assert isinstance(f.f, CellOnInputs)
     size, space = len(chosen), copy.copy(f.space)
     space.batch, space.shapes = size, [torch.Size((size, *shape[1:])) for shape in space.shapes]
     other = copy.copy(f)
-    other.space, other.f = space, f.f.of(chosen, f.space.batch)
+    other.space, other.f = space, f.f.of(chosen, batch)
     other.starts = list(itertools.accumulate((size * n for n in space.sizes), initial=0))
     return other
 
@@ -319,13 +359,18 @@ class _OpaqueError(Exception):
     pass
 
 
-def _shapes(value: Any) -> Any:
+def _kinds(given: CellOnInputs) -> Any:
+    return _kind((given.inputs, given.options))
+
+
+def _kind(value: Any) -> Any:
+    """Of tensors the shape; what chooses between functions (flags, names, numbers) as it is."""
     if isinstance(value, Tensor):
         return value.shape
     if isinstance(value, dict):
-        return tuple((key, _shapes(part)) for key, part in value.items())
+        return tuple((key, _kind(part)) for key, part in value.items())
     if isinstance(value, (tuple, list)):
-        return tuple(_shapes(part) for part in value)
+        return tuple(_kind(part) for part in value)
     if isinstance(value, PLAIN):
-        return type(value)
+        return type(value), value
     raise _OpaqueError

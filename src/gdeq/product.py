@@ -206,7 +206,7 @@ def iterate(
     sweep = kind(z, sizes, dtype, solver, precision, max_steps, scale)
 
     watch = solver.tol > 0
-    samples = Samples(f, sweep, watch) if isinstance(f, VectorMap) and in_parts else None
+    samples = Samples(f, sweep, solver) if isinstance(f, VectorMap) and in_parts else None
 
     def evaluate(step: int = 0) -> Tensor:
         if samples is None:

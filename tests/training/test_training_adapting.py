@@ -230,7 +230,8 @@ def test_another_ladder_after_a_resume():
         (["adapt.enabled=1"], "adapt.enabled must be bool"),
         ([*ADAPT, "gradient=jfb"], "for another gradient, or with gradient.tolerance, set adapt."),
         ([*ADAPT, "gradient.tolerance=0.1"], "with gradient.tolerance, set adapt.enabled=false"),
-        ([*ADAPT, "solver.tol=0.02"], "stops each solve before adapt.forward=0.01 is reached"),
+        ([*ADAPT, "solver.tol=0.02"], "stops each solve before adapt.room * adapt.forward = 0.003"),
+        ([*ADAPT, "solver.tol=0.004"], "lower solver.tol (0: all steps), or raise adapt.forward"),
     ],
 )
 def test_settings_that_do_not_fit(settings, message):

@@ -163,6 +163,26 @@ def test_none_at_all_begins_anew(stopped, reference, few_images, gdeq):
     assert_same_run(stopped, reference)
 
 
+def test_a_finished_run_without_its_checkpoints_is_not_begun_anew(
+    tmp_path, reference, few_images, gdeq
+):
+    """As it comes from a repository: its metrics are all there is of it."""
+    run = tmp_path / "run"
+    shutil.copytree(reference, run)
+    shutil.rmtree(run / "checkpoints")
+    (run / "weights.safetensors").unlink()
+    before = (run / "metrics.jsonl").read_text()
+    for args in (["train", "--resume", run], ["train", "--resume", run, "--dry-run"]):
+        code, said = gdeq(*args)
+        assert code == 1
+        assert "was finished, and its checkpoints are not here" in said
+        assert f"`gdeq train {run / 'config.yaml'} --run ANOTHER_FOLDER`" in said
+    code, said = gdeq("evaluate", run)
+    assert code == 1
+    assert "is finished, but its weights.safetensors is not here: make it again with" in said
+    assert (run / "metrics.jsonl").read_text() == before
+
+
 class Malicious:
     def __reduce__(self):
         return os.mkdir, (self.target,)

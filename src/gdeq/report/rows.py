@@ -101,7 +101,8 @@ class Row:
     @property
     def vjps(self) -> str:
         """Measured where the metrics hold it, else what the settings tell."""
-        found = mean(number(record.get("vjps")) for run in self.runs for record in run.steps)
+        steps = [record for run in self.runs for record in run.steps]
+        found = mean(number(r.get("vjps", r.get("refine"))) for r in steps)  # refine: as adapted
         return f"{found:.3g}" if found is not None else methods.vjps(self.runs[0].gradient)
 
     @property

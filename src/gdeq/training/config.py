@@ -259,11 +259,13 @@ class Config:
                 "adapt.enabled chooses the refinement of gradient=gdeq: for another gradient, or "
                 "with gradient.tolerance, set adapt.enabled=false"
             )
-        if self.solver.tol > self.adapt.forward:
+        # With samples that stop there, the mean hardly comes to where fewer steps are tried.
+        room = self.adapt.room * self.adapt.forward
+        if self.solver.tol > room:
             raise ValueError(
-                f"solver.tol={self.solver.tol:g} stops each solve before adapt.forward="
-                f"{self.adapt.forward:g} is reached: lower solver.tol (0: all steps), or raise "
-                "adapt.forward"
+                f"solver.tol={self.solver.tol:g} stops each solve before adapt.room * "
+                f"adapt.forward = {room:g} is reached, below which fewer steps are tried: lower "
+                "solver.tol (0: all steps), or raise adapt.forward"
             )
 
 

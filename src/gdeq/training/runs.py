@@ -84,6 +84,7 @@ def resume(
     if summary is not None:
         tell(_finished(run, summary, config))
         return summary
+    _check_continuable(path)
     me = start_on(config.device)
     try:
         view = progress.choose(me.first)
@@ -111,6 +112,19 @@ def reopen(path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, C
     config = configs.load(str(path / "config.yaml"), overrides)
     _check_unchanged(run.config(), config)
     return run, config
+
+
+def _check_continuable(path: Path) -> None:
+    """Of a run that was finished, what is left without its checkpoints must not be overwritten."""
+    if (path / "summary.json").is_file() and not checkpoint.available(path):
+        raise RunError(
+            f"{path} was finished, and its checkpoints are not here: to continue it would be to "
+            f"begin anew, over its metrics; {_anew(path)}"
+        )
+
+
+def _anew(path: Path) -> str:
+    return f"make it again with `gdeq train {path / 'config.yaml'} --run ANOTHER_FOLDER`"
 
 
 def as_trained(run: RunFolder, epoch: int | None = None) -> Config:
@@ -141,6 +155,8 @@ def trained_model(
     place = start_on(device or config.device, "--device ").device
     file = path / ("weights.safetensors" if epoch is None else snapshots(path)[epoch])
     if not file.is_file():
+        if (path / "summary.json").is_file() and not checkpoint.available(path):
+            raise RunError(f"{path} is finished, but its {file.name} is not here: {_anew(path)}")
         raise RunError(
             f"{path} has no {file.name}: it is not finished; continue it with "
             f"`gdeq train --resume {path}`"
@@ -384,6 +400,8 @@ def _forecast(
 def _forecast_restore(told: Forecast, trainer: Trainer) -> None:
     path = trainer.run.path
     if not checkpoint.available(path):
+        with told.check():
+            _check_continuable(path)
         told.lines.append(f"{path} has no checkpoint yet: would begin at its start")
         return
     with told.check():
