@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 import statistics
 
 import pytest
@@ -153,6 +154,13 @@ def test_a_run_tested_every_tenth_epoch_has_no_moments(partial):
     shown = {run.seed for label, run in table2.without_pretraining(reading.read_all(partial))
              if label == "Implicit"}  # fmt: skip
     assert shown == {0}
+    text = table2.moments_text(reading.read_all(partial))
+    assert "≤" not in text  # the seed that is tested often passed it as well
+    for name in ("npg-seed0", "jfb-seed0"):
+        shutil.rmtree(partial / name, ignore_errors=True)
+    make(partial, "jfb-seed0", 93.9, 210.0, test_every=10)
+    told = row_of(table2.moments_text(reading.read_all(partial)), "JFB")
+    assert told[1:] == [reading.NOT_YET] * 3  # nothing is known of one that is tested often
 
 
 def test_what_is_exact_is_said_when_it_is_measured():

@@ -212,9 +212,9 @@ def test_time_is_estimated_from_finished_runs_and_by_trying(tmp_path, monkeypatc
     assert estimates.known(longer) == pytest.approx(60 * pace * timing.EVALUATION + timing.START)
     other = plan.chosen(["npg-seed0"])[0].config(SETTINGS)
     assert estimates.known(other) is None
-    assert estimates.at_most(other) == estimates.known(config)
+    assert estimates.at_most(other) is None  # which has more to do in a step than what is known
     estimates.probed[timing.kind(other)] = (timing.Speed(50 * pace, pace, 0.0), 3)
-    slowest = 2 * 50 * pace * timing.EVALUATION + timing.START
+    slowest = 2 * 50 * pace * timing.EVALUATION + timing.START + timing.COMPILATION
     assert estimates.at_most(config, 4) == pytest.approx(slowest)
     assert estimates.at_most(configs.replace(config, model__size="tiny")) is None
     speed, per_epoch = timing.probe(other)
@@ -234,11 +234,11 @@ def test_what_is_not_timed_is_not_tried_where_a_run_of_the_model_is_known(
         return real(self, config, done)
 
     monkeypatch.setattr(timing.Estimates, "probe", noting)
-    names = ("jfb-seed0", "steps04-gdeq", "steps04-npg")
+    names = ("npg-seed0", "steps04-gdeq", "steps04-npg")
     code, said = gdeq("paper", "run", "--out", tmp_path / "out", *only(*names), *SMALL)
     assert code == 0, said
     assert {state_of(said, name) for name in names} == {"finished"}
-    assert tried == ["jfb"]
+    assert tried == ["npg"]
 
 
 def test_an_adaptive_run_is_tried_on_all_its_rungs(monkeypatch):

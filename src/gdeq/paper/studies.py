@@ -155,8 +155,9 @@ STEPS_HEAD = [
 def steps_lines(made: Sequence[Made], group: str = "steps") -> list[list[object]]:
     """One line a run, planned ones too.
 
-    largest_drop: of the test accuracy from one epoch to the next, in points.  Residuals: means over
-    the last epoch.  Cosine and relative error: medians, of the method's own gradient, after it.
+    largest_drop: of the accuracy in training from one epoch to the next, in points.  Residuals:
+    means over the last epoch.  Cosine and relative error: medians, of the method's own gradient,
+    after it.
     """
     return [_steps_line(one) for one in made if one.planned.group == group]
 
@@ -201,9 +202,10 @@ def _own_gradient(run: Run) -> list[Record]:
 
 
 def _largest_drop(run: Run) -> float | None:
-    found = _numbers(run.epochs, "test_accuracy")
+    """Of the accuracy in training, which each epoch has, from one epoch to the next."""
+    found = _numbers(run.epochs, "train_accuracy")
     drops = [before - after for before, after in pairwise(found)]
-    return max([0.0, *drops]) if found else None
+    return max([0.0, *drops]) if drops else None
 
 
 STEPS_FIGURES = {
@@ -211,7 +213,7 @@ STEPS_FIGURES = {
     "cosine": ("steps_cosine", "cosine with the exact gradient", False),
     "relative_error": ("steps_error", "relative error of the gradient", True),
     "residual": ("steps_residual", "forward residual in the last epoch", True),
-    "largest_drop": ("steps_stability", "largest drop between epochs (points)", False),
+    "largest_drop": ("steps_stability", "largest drop in training accuracy (points)", False),
 }
 
 
@@ -241,9 +243,10 @@ def steps_text(made: Sequence[Made]) -> str:
     parts += [
         "# When the forward solve stops at a tolerance (27 steps at most)\n",
         _steps_table(steps_lines(made, "tolerance")),
-        "Accuracy of the last epoch, one seed each.  Largest drop: of the test accuracy from one "
-        "epoch to the next, in points.  Residual: of the forward solve, mean over the last epoch. "
-        " Cosine and relative error: of the method's own gradient after the last epoch, medians.\n",
+        "Accuracy of the last epoch, one seed each.  Largest drop: of the accuracy in training "
+        "from one epoch to the next, in points.  Residual: of the forward solve, mean over the "
+        "last epoch.  Cosine and relative error: of the method's own gradient after the last "
+        "epoch, medians.  Times are no result here: compilation may be in them.\n",
     ]
     return "\n".join(parts)
 

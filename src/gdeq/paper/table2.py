@@ -223,7 +223,15 @@ def moments_text(made: Sequence[Made]) -> str:
         own = [line for line in found if line[0] == title(row)]
         states = [one.state for one in some if not one.planned.pretrain and not one.finished]
         under_way = [state for state in states if state != NOT_YET]
-        cells = [_moment([line for line in own if line[2] == level], under_way) for level in LEVELS]
+        seldom = [
+            one.run
+            for one in some
+            if one.run is not None and not one.planned.pretrain and one.run.test_every > 1
+        ]
+        cells = [
+            _moment(level, [line for line in own if line[2] == level], under_way, seldom)
+            for level in LEVELS
+        ]
         lines.append([title(row), *(cells if own else [NOT_YET] * len(LEVELS))])
     return "\n".join(
         [
@@ -236,10 +244,20 @@ def moments_text(made: Sequence[Made]) -> str:
     )
 
 
-def _moment(lines: list[list[object]], under_way: list[str]) -> str:
-    """under_way: how far those are that have not ended, or not well."""
+def _moment(
+    level: float, lines: list[list[object]], under_way: list[str], seldom: Sequence[Run]
+) -> str:
+    """under_way: how far those are that have not ended, or not well; seldom: tested less often."""
     reached = [at for line in lines if (at := number(line[3])) is not None]
     if not reached:
+        passed = [[at for at, a in curve(run, "seconds") if a >= level] for run in seldom]
+        late = [times[0] for times in passed if times]
+        if late:
+            return (
+                f"≤ {statistics.fmean(late):.0f} s ({len(late)} of "
+                f"{count(len(lines) + len(seldom), 'run')}, tested every {seldom[0].test_every} "
+                "epochs)"
+            )
         return f"not reached ({'; '.join(under_way)})" if under_way else "not reached"
     few = f" ({len(reached)} of {count(len(lines), 'run')})" * (len(reached) < len(lines))
     return f"{statistics.fmean(reached):.0f} s{few}"
@@ -268,7 +286,9 @@ def records_text(made: Sequence[Made]) -> str:
                 "–" if run is None else run.epochs_done,
                 _shown(run.accuracy if run else None, ".2f"),
                 _shown(run.seconds / 60 if run and run.seconds else None, ".1f"),
-                f"{passed[0]:.0f} s" if passed else "–",
+                f"{'≤ ' * (run is not None and run.test_every > 1)}{passed[0]:.0f} s"
+                if passed
+                else "–",
                 _shown(run.epochs[-1].get("residual") if run and run.epochs else None, ".2g"),
                 f"`{' '.join(one.planned.settings)}`",
             ]

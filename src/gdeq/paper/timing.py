@@ -21,6 +21,7 @@ RECORDING = 5  # steps until a CUDA graph is made and has been played
 TIMED = 8
 EVALUATION = 1.2  # of a finished run the training alone is known; tests come to about this
 START = 5.0  # seconds: data set, model, first evaluation
+COMPILATION = 15.0  # seconds, where a run has not been tried out before
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,16 @@ def steps_done(path: Path) -> int | None:
     return int(found[0].stem.removeprefix("step-")) if found else None
 
 
+def _evaluations(config: Config) -> int:
+    """Of f in a step at most, a VJP counted as two."""
+    if config.adapt.enabled:
+        return max(config.adapt.steps) + 2 * max(config.adapt.refine)
+    gradient = config.gradient
+    refined = max(gradient.refine, gradient.max_refine or 0)
+    vjps = {"implicit": gradient.max_iter, "npg": gradient.steps, "gdeq": refined}
+    return config.solver.max_iter + 2 * vjps.get(gradient.name, 0)
+
+
 def _at_pace(pace: float, per_epoch: int, config: Config, done: int) -> float:
     return EVALUATION * pace * (config.epochs * per_epoch - done) + START
 
@@ -185,15 +196,21 @@ class Estimates:
         return None
 
     def at_most(self, config: Config, done: int = 0) -> float | None:
-        """Seconds at the pace of the slowest run of this model that is known."""
+        """Seconds at the pace of the slowest run of this model that is known, with compilation.
+
+        None where no known one has as much to do in a step.
+        """
         probed = {k: (speed.step, per_epoch) for k, (speed, per_epoch) in self.probed.items()}
+        known = self.finished | probed
         same = [
-            pace
-            for other, pace in (self.finished | probed).items()
+            other
+            for other in known
             if (other.data, other.batch_size, other.model, other.precision)
             == (config.data, config.batch_size, config.model, config.precision)
         ]
-        return _at_pace(*max(same), config, done) if same else None
+        if not any(_evaluations(other) >= _evaluations(config) for other in same):
+            return None
+        return COMPILATION + _at_pace(*max(known[other] for other in same), config, done)
 
     def probe(self, config: Config, done: int = 0) -> float:
         which = kind(config)

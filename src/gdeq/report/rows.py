@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gdeq.report import methods, recipes
@@ -166,9 +166,10 @@ def levels_reached(rows: list[Row]) -> list[int]:
     return [level for level in LEVELS if level <= best][-3:]
 
 
-def moments(cell: Cell, level: float) -> list[float]:
-    """Training seconds after which each run that is followed tested at ``level`` or above."""
-    passed = ([at for at, a in curve(run, "seconds") if a >= level] for run in cell.followed)
+def moments(cell: Cell, level: float, runs: Sequence[Run] | None = None) -> list[float]:
+    """Training seconds after which each run (that is followed) tested at ``level`` or above."""
+    some = cell.followed if runs is None else runs
+    passed = ([at for at, a in curve(run, "seconds") if a >= level] for run in some)
     return [times[0] for times in passed if times]
 
 

@@ -112,13 +112,15 @@ def moments_table(rows: list[Row], looks: Looks) -> Markup | None:
 
 
 def _moment(cell: Cell, level: int) -> Markup:
-    found = moments(cell, level)
+    found, many, every = moments(cell, level), len(cell.followed), cell.test_every
+    if not found:  # one that is tested less often may have passed it all the same
+        found, many = moments(cell, level, cell.runs), len(cell.runs)
+        every = max((run.test_every for run in cell.runs), default=1)
     if not found:
         return tag("td", formats.NONE)
-    many = len(cell.followed)
     notes = [f"{len(found)} of {count(many, 'run')}"] if len(found) < many else []
-    notes += [f"tested every {cell.test_every} epochs"] if cell.test_every > 1 else []
-    at_most = "≤ " * (cell.test_every > 1)
+    notes += [f"tested every {every} epochs"] if every > 1 else []
+    at_most = "≤ " * (every > 1)
     return _cell(at_most + formats.duration(statistics.fmean(found)), False, ", ".join(notes))
 
 
