@@ -92,3 +92,16 @@ def test_commands_exist():
 def test_files_it_names_exist():
     for path in re.findall(r"\]\(([\w./-]+)\)", README.read_text()):
         assert (README.parent / path).exists(), path
+
+
+@pytest.mark.filterwarnings("ignore:narrow=True has no effect")  # as it says of a CPU
+def test_serving_tells_which_samples_did_not_get_there(capsys):
+    (shown,) = (b for b in blocks("python") if "deq.narrow" in b)
+    for hopeless, told in ((0, ""), (1, "31 of 32 samples converged")):
+        endless = (torch.arange(32) < hopeless).float()[
+            :, None
+        ]  # f(z) = z + 1 + z² has no solution
+        deq = gdeq.DEQ(lambda z, x, e=endless: 0.5 * z + 1 + e * (0.5 * z + z * z))
+        exec(shown, {"torch": torch, "gdeq": gdeq, "deq": deq, "x": torch.zeros(32, 3)})
+        assert told in capsys.readouterr().out
+        assert bool(deq.solution.converged.all()) == (not told)

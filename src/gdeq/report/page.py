@@ -111,7 +111,10 @@ def _unfinished(rows: list[Row]) -> str:
 
 
 def _passing() -> Markup:
-    text = "Training time after which a test first passed an accuracy (mean over runs)."
+    text = (
+        "Training time after which a test first passed an accuracy (mean over the runs tested most "
+        "often)."
+    )
     return tag("p", text, class_="note")
 
 
