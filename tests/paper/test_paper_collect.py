@@ -161,6 +161,10 @@ def test_a_run_tested_every_tenth_epoch_has_no_moments(partial):
     make(partial, "jfb-seed0", 93.9, 210.0, test_every=10)
     told = row_of(table2.moments_text(reading.read_all(partial)), "JFB")
     assert told[1:] == [reading.NOT_YET] * 3  # nothing is known of one that is tested often
+    (late,) = (one.run for one in reading.read_all(partial) if one.planned.name == "jfb-seed0")
+    line = ["JFB", 1, 92, None, None]  # a seed that is tested often, and never passed it
+    assert table2._moment(92, [line], [], [late]).endswith("(1 of 2 runs, tested every 10 epochs)")
+    assert table2._moment(99.99, [line], [], [late]) == "not reached"
 
 
 def test_what_is_exact_is_said_when_it_is_measured():

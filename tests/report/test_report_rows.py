@@ -277,6 +277,10 @@ def test_what_was_tested_seldom_has_moments_only_by_itself(tmp_path):
     shown = str(tables.moments_table([alone], methods.looks([alone.label])))
     assert "≤ " in shown
     assert "tested every 10 epochs" in shown
+    short = make_run(tmp_path / "short", until=1)  # never passes it, the other does
+    (both,) = rows_of([short, seldom]).values()
+    shown = str(tables.moments_table([both], methods.looks([both.label])))
+    assert "1 of 2 runs, tested every 10 epochs" in shown
 
 
 def test_the_terminal_table_is_aligned_and_plain(comparison, tmp_path):
