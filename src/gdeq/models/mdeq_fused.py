@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d
 
 from gdeq import kernels
 from gdeq.kernels.norms import Source, block_end, fuse, norm_act, per_sample
@@ -160,9 +159,9 @@ def _blocks(
 ) -> Tensor:
     """The residual blocks of one scale.  half: z in the dtype of the convolutions."""
     for i, (block, mask) in enumerate(zip(blocks, masks, strict=True)):
-        expanded = convolution(half, block.expand, padding=1)
+        expanded = convolution(half, block.expand, padding=1, pairs=block.expand_pairs)
         inner = _normalised(expanded, block.expand_norm, relu=True)
-        reduced = _reduced(inner, block)
+        reduced = convolution(inner, block.reduce, padding=1, pairs=block.reduce_pairs)
         norms = block.reduce_norm, block.sum_norm
         z = half = block_end(
             reduced,
@@ -176,15 +175,6 @@ def _blocks(
         )
         alive += [expanded, inner, reduced, half]
     return half
-
-
-def _reduced(inner: Tensor, block: BlockWeights) -> Tensor:
-    if block.paired is None or inner.shape[3] % 2:
-        return convolution(inner, block.reduce, padding=1)
-    y = conv2d(inner, block.paired, stride=(1, 2), padding=1)
-    batch, outputs, height, half = y.shape
-    y = y.permute(0, 2, 3, 1).reshape(batch, height, 2 * half, outputs // 2)
-    return y.permute(0, 3, 1, 2)
 
 
 def _normalised(
