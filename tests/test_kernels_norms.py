@@ -431,6 +431,64 @@ def test_block_end_gradients(shape, each, dropout, injected, tile, device):
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
+# batch, channels, groups, height, width; groups that a program takes
+HELD_BLOCKS = [((2, 32, 8, 4, 8), 4), ((1, 32, 2, 2, 4), 1), ((3, 8, 2, 1, 1), 2)]
+
+
+@pytest.mark.parametrize(("dropout", "injected"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each sample"])
+@pytest.mark.parametrize(("shape", "block"), HELD_BLOCKS)
+def test_held_block_end_gradients_are_those_of_the_other_kernel(
+    shape, block, each, dropout, injected, device, monkeypatch
+):
+    batch, channels, groups, height, width = shape
+    held = norms.held_block
+    assert held.groups_of_program(height * width, channels // groups, groups) == block
+    y, injection, z, direction = (
+        channels_last(batch, channels, height, width, device=device).bfloat16() for _ in range(4)
+    )
+    mask = (torch.rand(batch, channels, device=device) > 0.3) * 1.5 if dropout else None
+    size = (batch, channels) if each else (channels,)
+    vectors = [torch.randn(size, device=device).requires_grad_() for _ in range(4)]
+    given = injection if injected else None
+    inputs = [t.requires_grad_() for t in (y, given, z) if t is not None]
+    launches = []
+    real = held.launch
+    monkeypatch.setattr(held, "launch", lambda *args: launches.append(real(*args)))
+    results = []
+    for enabled in (False, True):
+        monkeypatch.setattr(held, "enabled", enabled)
+        out = block_end(y, mask, given, z, *vectors, groups)
+        results.append(torch.autograd.grad(out, [*inputs, *vectors], direction, retain_graph=True))
+        (alone,) = torch.autograd.grad(out, y, direction)  # without that of z and the injection
+        assert torch.equal(alone, results[-1][0])
+    assert len(launches) == 2
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert found.dtype == expected.dtype
+        # Rounded once: where the sums differ in the last place, so may the rounding.
+        close(found, expected, 1e-2 if found.dtype == torch.bfloat16 else 1e-4)
+    wide = [None if t is None else t.double() for t in (y, mask, given, z, *vectors)]
+    exact = torch.autograd.grad(
+        block_end_plain(*wide, groups), [*inputs, *vectors], direction.double()
+    )
+    for found, expected, truth in zip(results[1], results[0], exact, strict=True):
+        error, other = ((x.double() - truth).norm() for x in (found, expected))
+        assert error <= 1.1 * other + 1e-4 * (1 + truth.norm())
+
+
+def test_what_is_not_held_of_a_block_end(device):
+    y = channels_last(1, 8, 2, 4, device=device).bfloat16()
+    takes = norms.held_block.takes
+    assert takes([y, None, y, y, y, None, None], 2)
+    assert not takes([y, None, y.float(), y, y, None, None], 2)
+    assert not takes([y, None, y, y.contiguous(), y, None, None], 2)  # in another order
+    assert not takes([y, None, y, y, y, None, None], 4)  # groups of two
+    assert not takes([y[:, 1:7], None, y, y, y, None, None], 1)  # six channels
+    assert not takes([y[..., :3], None, y, y, y, None, None], 2)  # six pixels
+    large = empty_channels_last((1, 16, 32, 32), torch.bfloat16, y.device)
+    assert not takes([large], 1)
+
+
 def test_block_end_gradients_of_some_and_twice(device):
     y, z = (channels_last(2, 6, 3, 4, device=device) for _ in range(2))
     norm = affine(6, device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gdeq.kernels.autograd import differentiates
 from gdeq.kernels.jit import jit, tl
+from gdeq.kernels.norms import held_block
 from gdeq.kernels.norms.affine import Vector, affine_arguments
 from gdeq.kernels.norms.operation import Maps, Operation, Vectors
 from gdeq.kernels.norms.pieces import (
@@ -159,6 +160,12 @@ class BlockEnd(Operation):
             same = mask is None and injection.dtype == y.dtype
             dinjection = dy if same else empty_channels_last(y.shape, injection.dtype, y.device)
         affine, affine_sample = affine_arguments(vectors)
+        if held_block.takes([y, injection, z, dout, dy, dinjection, dz], self.groups):
+            held_block.launch(
+                *(y, mask, injection, z, self.groups, affine, affine_sample, stats),
+                *(dout, dy, dinjection, dz, sums),
+            )
+            return [dy, None, dinjection, dz]
         launch(
             _block_end_backward_kernel,
             "block_end_backward",
