@@ -595,6 +595,62 @@ def test_fuse_without_own_and_without_scale(tile, device):
             close(a, b, 1e-4)
 
 
+@pytest.mark.parametrize(
+    ("levels", "size", "channels"),
+    [
+        ((1, 2, 3), (8, 16), 16),
+        ((0, 1, 2), (8, 4), 32),
+        ((0, 0, 1), (2, 2), 8),
+        ((0, 0, 0), (1, 2), 64),
+        ((2,), (4, 4), 4),
+        ((0, 2), (4, 8), 16),
+    ],
+)
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each sample"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whole_fuse_gradients_are_those_of_the_other_kernel(
+    levels, size, channels, each, dtype, device, monkeypatch
+):
+    whole = norms.fusion_whole
+    own = channels_last(2, channels, *size, device=device).to(dtype).requires_grad_()
+    sources = []
+    for i, source in enumerate(sources_of(levels, channels, *size, device)):
+        shape = (2, channels) if each else (channels,)
+        affine = [None, None]
+        if i != 1:
+            affine = [torch.randn(shape, device=device).requires_grad_() for _ in range(2)]
+        sources.append(Source(source.raw.to(dtype).requires_grad_(), *affine, source.levels))
+    tensors = [own, *(t for s in sources for t in (s.raw, s.weight, s.bias))]
+    inputs = [t for t in tensors if t is not None]
+    direction = torch.randn(2, channels, *size, device=device).to(dtype)
+    launches = []
+    real = whole.launch
+    monkeypatch.setattr(whole, "launch", lambda *args: launches.append(real(*args)))
+    for relu in (True, False):
+        results = []
+        for enabled in (False, True):
+            monkeypatch.setattr(whole, "enabled", enabled)
+            y = fuse(own, sources, 4, relu=relu)
+            results.append(torch.autograd.grad(y, inputs, direction, retain_graph=True))
+            (alone,) = torch.autograd.grad(y, sources[0].raw, direction)  # without own
+            assert torch.equal(alone, results[-1][1])
+        for found, expected in zip(results[1], results[0], strict=True):
+            assert found.dtype == expected.dtype
+            close(found, expected, 1e-2 if found.dtype == torch.bfloat16 else 1e-5)
+    assert len(launches) == 4
+
+
+def test_what_is_not_fused_whole(device):
+    out = channels_last(1, 8, 4, 8, device=device)
+    low, takes = out[:, :, :2, :4], norms.fusion_whole.takes
+    assert takes(out, [out, low], (0, 1), 2)
+    assert not takes(out, [low, out], (1, 0), 2)  # the one before has not what the next needs
+    assert not takes(out, [out[:, :, :1]], (1,), 2)  # not of that resolution
+    assert not takes(out[..., :6], [low[..., :3]], (1,), 2)
+    assert not takes(out[:, :6], [low[:, :6]], (1,), 2)  # groups of three
+    assert not takes(torch.empty(1, 8, 128, 128), [], (), 2)
+
+
 def test_fuse_gradients_of_some_and_twice(device):
     own = channels_last(2, 12, 4, 3, device=device)
     sources = sources_of((0, 1), 12, 4, 3, device)
