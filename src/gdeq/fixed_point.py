@@ -14,9 +14,9 @@ also brings Jᵀw to the input node, where the output node has left v and w:
 is the residual of the adjoint equation, so the error of the gradient is measured in passing.  A w
 that needs no product with J (JFB, plain GDEQ) needs no input node.
 
-Both nodes are in the user's terms: only what a gradient method works on, v, w and the products, are
-batched vectors.  For second derivatives (`Implicit`) r itself is needed: there the nodes are between
-batched vectors, and the output node sends v − w to a node of that kind.
+Both nodes are in the user's terms: only what a gradient method works on, v, w and the products,
+are batched vectors.  For second derivatives (`Implicit`) r itself is needed: there the nodes are
+between batched vectors, and the output node sends v − w to a node of that kind.
 
 With ``tol=0`` the last iterate is known beforehand.  In a recorded step (`gdeq.capture`) f is then
 differentiated right there (`_LastEvaluation`), and the solve learns from the same values: one
@@ -27,6 +27,7 @@ evaluated once more, at what is returned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -56,6 +57,7 @@ class _Link:
     v: Tensor | None = None  # (batch, d) of the backward pass under way
     w: Tensor | None = None  # (batch, d)
     size: Tensor | None = None  # (batch,) ‖v‖
+    unit: Tensor | None = None  # (batch,) of v, w and ‖v‖, where they are not as they came
     noise: Tensor | None = None  # (batch,) the residual norm that its w leaves behind
     twice: bool = False  # a backward pass was itself differentiated
 
@@ -72,7 +74,7 @@ class _Link:
         self.forget()
 
     def forget(self) -> None:
-        self.v = self.w = self.size = None
+        self.v = self.w = self.size = self.unit = None
 
 
 class _Given(torch.autograd.Function):
@@ -92,7 +94,8 @@ class _Given(torch.autograd.Function):
         link: _Link = ctx.link
         if link.awaits_product:
             with full_precision(products[0].device):
-                link.measure(ctx.space.join(products))
+                assert link.unit is not None
+                link.measure(ctx.space.join_scaled(products, 1 / link.unit))
         return None, None, None, *(None for _ in products)
 
 
@@ -127,26 +130,42 @@ class _Direct(torch.autograd.Function):
             _check_second_order(link.gradient)
         count, tensors = len(incoming), ctx.saved_tensors
         with full_precision(incoming[0].device):
-            v = ctx.space.join(incoming)
-            if tensors:
-                out, z_in = tensors[:count], tensors[count:]
+            if not tensors:
+                found = link.gradient.cotangent(ctx.space.join(incoming), _no_vjp, link.solution)
+                given = _to_tensors(ctx, found.w)
+            else:
                 with torch.no_grad():
-                    found = _scaled_cotangent(link, v, _Product(ctx, out, z_in))
-                link.v, link.w = v, found.w
+                    size, unit, v = _in_units(ctx.space, incoming)
+                    product = _Product(ctx, tensors[:count], tensors[count:])
+                    found = link.gradient.cotangent(v, product, link.solution)
+                    given = _to_tensors(ctx, found.w, unit)
+                link.v, link.w, link.size, link.unit = v, found.w, size / unit, unit
                 # A pass that was asked for some gradients alone may never come to the input node.
                 _at_the_end_of_this_pass(link.forget)
-            else:
-                found = link.gradient.cotangent(v, _no_vjp, link.solution)
             link.solution.record.write(link.gradient, found)
-            given = _to_tensors(ctx, found.w)
             return None, None, None, None, *given, *(None for _ in tensors[count:])
 
 
-def _to_tensors(ctx: Any, w: Tensor) -> list[Tensor]:  # (batch, d)
+def _in_units(space: StateSpace, v: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """‖v‖, (batch,), a unit of about that length, (batch,), and v in these, (batch, d).
+
+    See `_scaled_cotangent`.
+    """
+    size = space.norms(v)
+    if size is None:
+        flat = space.join(v)
+        (size,) = safe_norms(flat)
+        unit = _unit_of(size)
+        return size, unit, flat * (1 / unit).unsqueeze(1)
+    unit = _unit_of(size)
+    return size, unit, space.join_scaled(v, 1 / unit)
+
+
+def _to_tensors(ctx: Any, w: Tensor, unit: Tensor | None = None) -> list[Tensor]:  # (batch, d)
     """A cotangent of f(z) in the user's terms; nothing where f could not be given z."""
     w = w if ctx.inside is None else torch.where(ctx.inside, w, 0.0)
-    found: list[Tensor] = ctx.space.split(w, ctx.dtypes)
-    return found
+    space: StateSpace = ctx.space
+    return space.split(w, ctx.dtypes) if unit is None else space.split_scaled(w, ctx.dtypes, unit)
 
 
 class _Product:
@@ -288,13 +307,20 @@ def _scaled_cotangent(link: _Link, v: Tensor, vjp: Vectorized) -> Cotangent:
 
     The unit is a power of two, so that nothing is rounded.
     """
-    (link.size,) = (size,) = safe_norms(v)
-    size = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
-    # One below the exponent: 2¹²⁸ is not a float32.
-    unit = torch.ldexp(torch.ones_like(size), size.frexp().exponent - 1).unsqueeze(1)
+    (link.size,) = safe_norms(v)
+    unit = _unit_of(link.size).unsqueeze(1)
     found = link.gradient.cotangent(v / unit, vjp, link.solution)
     found.w = found.w * unit
     return found
+
+
+def _unit_of(size: Tensor) -> Tensor:  # (batch,) -> (batch,)
+    """A power of two, whose inverse is a normal number too."""
+    size = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
+    most = math.frexp(torch.finfo(size.dtype).max)[1] - 2
+    # One below the exponent: 2¹²⁸ is not a float32.
+    exponent = (size.frexp().exponent - 1).clamp(-most, most)
+    return torch.ldexp(torch.ones_like(size), exponent)
 
 
 def _noise(link: _Link, found: Cotangent, v: Tensor) -> Tensor | None:  # -> (batch,)

@@ -1,8 +1,8 @@
 """`fusion._fuse_backward_kernel` where a program holds all pixels of its channels at once.
 
 There each source reads the cotangent again, one pixel of those that each of its own was repeated
-to after another: 84 reads in a row for sources of 1, 2 and 3 levels.  Here it is read once, in tiles
-of the first source's resolution, and the others need sums of what the one before needed.
+to after another: 84 reads in a row for sources of 1, 2 and 3 levels.  Here it is read once, in
+tiles of the first source's resolution, and the others need sums of what the one before needed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def launch(
     size = channels // groups
     block = groups_of_program(height * width, size, groups, out.element_size())
     numbers = (height * width * size * block) >> (2 * levels[0])
-    of_each = {}
+    of_each: dict[str, Any] = {}
     for i in range(3):
         k = min(i, len(levels) - 1)  # as `fusion._filled`
         of_each |= {f"LEVELS{i}": levels[k], f"AFFINE{i}": affine[k]}
