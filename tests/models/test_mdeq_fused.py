@@ -12,7 +12,7 @@ if not torch.cuda.is_available():  # before Triton is imported
 
 import pytest
 
-from gdeq import DEQ, JFB, Broyden, hold
+from gdeq import DEQ, GDEQ, JFB, Broyden, hold
 from gdeq.kernels import available, norms, weights
 from gdeq.models import MDEQCell, MDEQConfig, convolution, mdeq_fused, mdeq_weights
 from gdeq.models.mdeq_config import named
@@ -184,6 +184,50 @@ def test_a_solve_finds_the_same(device):
     close(results[1], results[0], tolerance=1e-3)
 
 
+def aside_on_all_devices(x, weight, stride=1, padding=0, pairs=None):
+    if not torch.is_grad_enabled():
+        return convolution.convolution(x, weight, stride, padding, pairs)
+    return convolution.apart(x, weight, stride, padding, None, pairs)
+
+
+def test_what_nobody_asks_for_is_not_computed(device, monkeypatch):
+    _, fused, _, injection = problem(replace(LITTLE, blocks=2), (4, 4), device)
+    injection = injection.requires_grad_() * 1.0
+    computed, ends = [], []
+    real, end = convolution._backward, norms.residual.BlockEnd.launch_backward
+
+    def counted(*args):
+        computed.append(args[-1])
+        return real(*args)
+
+    def watched(self, maps, vectors, out, stats, dout, sums, wanted):
+        _, _, injected, z = (bool(one) for one in wanted[:4])
+        ends.append((injected, z))
+        return end(self, maps, vectors, out, stats, dout, sums, wanted)
+
+    monkeypatch.setattr(convolution, "_backward", counted)
+    monkeypatch.setattr(norms.residual.BlockEnd, "launch_backward", watched)
+    monkeypatch.setattr(mdeq_fused, "convolution", aside_on_all_devices)
+    deq = DEQ(fused, Broyden(max_iter=3, tol=0.0), GDEQ(refine=1))
+    results, products = [], []
+    for inputs in (None, list(fused.parameters())):
+        fused.zero_grad()
+        computed.clear()
+        ends.clear()
+        sum(part.square().sum() for part in deq(injection)).backward(inputs=inputs)
+        results.append([parameter.grad for parameter in fused.parameters()])
+        products.append(computed.count(0))
+        # Two scales of two blocks each, in the product with Jᵀ and then in the pass to all else.
+        assert not any(injected for injected, _ in ends[:4])
+        assert all(z for _, z in ends[:4])
+        assert sum(injected for injected, _ in ends[4:]) == (inputs is None)
+        assert sum(z for _, z in ends[4:]) == (4 if inputs is None else 2)
+        assert (deq.solution.backward.residual is None) == (inputs is not None)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    assert products[0] - products[1] == 2  # the first convolution of each scale
+
+
 def test_a_solve_with_pairs_of_places_finds_the_same(device, monkeypatch):
     """In the solve, in the evaluation that is differentiated, and in its gradients."""
     _, fused, z, injection = problem(replace(FEW, dropout=0.0), (8, 8), device)
@@ -193,11 +237,6 @@ def test_a_solve_with_pairs_of_places_finds_the_same(device, monkeypatch):
     def counted(*args):
         paired.append(args)
         return real(*args)
-
-    def aside_on_all_devices(x, weight, stride=1, padding=0, pairs=None):
-        if not torch.is_grad_enabled():
-            return convolution.convolution(x, weight, stride, padding, pairs)
-        return convolution.apart(x, weight, stride, padding, None, pairs)
 
     monkeypatch.setattr(convolution, "in_pairs", counted)
     monkeypatch.setattr(mdeq_fused, "convolution", aside_on_all_devices)

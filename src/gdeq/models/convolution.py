@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from gdeq.kernels.autograd import differentiable, differentiates
+from gdeq.kernels.autograd import differentiable, differentiates, wanted_now
 
 weights_aside = True
 pairs_with_grad = True  # in evaluations that are differentiated, too
@@ -165,7 +165,7 @@ class _Convolution(torch.autograd.Function):
             found = differentiable(plain, (x, weight), ctx.needs_input_grad[:2], e)
             return *found, None, None, None
         dx = None
-        if ctx.needs_input_grad[0]:
+        if wanted_now(ctx, (x, weight, x, None, back))[0]:
             paired = back is not None
             dx = in_pairs(e, back) if paired else _backward(e, x, weight, ctx.settings, 0)
         return dx, None, e, None, None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.kernels.autograd import differentiable, differentiates
+from gdeq.kernels.autograd import differentiable, differentiates, wanted_now
 from gdeq.kernels.norms.affine import Vector, summed
 from gdeq.kernels.norms.tensors import destination, empty_channels_last, runs
 
@@ -102,6 +102,7 @@ class _Differentiated(torch.autograd.Function):
                 return operation.plain(*operation.parts(tensors), None, ctx.dtype)
 
             return None, None, *differentiable(plain, tensors, wanted, dout)
+        wanted = wanted_now(ctx, (None, None, *tensors))[2:]
         maps, vectors = operation.parts(tensors)
         batch, channels = _first(maps).shape[:2]
         sums = stats.new_empty((len(vectors), batch, channels))
