@@ -15,6 +15,7 @@ from gdeq.kernels import available, norms
 from gdeq.kernels.norms import (
     Source,
     block_end,
+    block_end_for,
     block_end_plain,
     choose_tile,
     empty_channels_last,
@@ -474,6 +475,45 @@ def test_held_block_end_gradients_are_those_of_the_other_kernel(
     for found, expected, truth in zip(results[1], results[0], exact, strict=True):
         error, other = ((x.double() - truth).norm() for x in (found, expected))
         assert error <= 1.1 * other + 1e-4 * (1 + truth.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("read", [(0,), (1,), (0, 1), (0, 2), (0, 1, 2), (0, 1, 2, 3)], ids=str)
+def test_block_end_for_several_readers(read, dtype, device, monkeypatch):
+    """Gradients from all readers are added, from those alone that have one."""
+    y, z = (channels_last(2, 8, 2, 4, device=device).to(dtype).requires_grad_() for _ in range(2))
+    vectors = [torch.randn(8, device=device).requires_grad_() for _ in range(4)]
+    directions = [channels_last(2, 8, 2, 4, device=device).to(dtype) for _ in read]
+    arguments = (y, None, None, z, *vectors, 2, 1e-5)
+    inputs = [y, z, *vectors]
+    launches = []
+    held = norms.held_block
+    real = held.launch
+    monkeypatch.setattr(held, "launch", lambda *args: launches.append(real(*args)))
+    results = block_end_for(4, *arguments)
+    alone = block_end(*arguments)
+    assert len({result.data_ptr() for result in results}) == 1
+    assert all(torch.equal(result, alone) for result in results)
+    found = torch.autograd.grad([results[i] for i in read], inputs, directions, retain_graph=True)
+    assert len(launches) == (dtype == torch.bfloat16 and len(read) <= held.MOST_DOUTS)
+    total = sum(direction.float() for direction in directions).to(dtype)
+    expected = torch.autograd.grad(alone, inputs, total, retain_graph=True)
+    for a, b in zip(found, expected, strict=True):
+        close(a, b, 5e-2 if dtype == torch.bfloat16 else 1e-5)
+    if dtype == torch.float32:
+        twice = []
+        for outs, given in (([results[i] for i in read], directions), ([alone], [total])):
+            (first,) = torch.autograd.grad(outs, y, given, create_graph=True)
+            twice.append(torch.autograd.grad(first.square().sum(), z)[0])
+        close(*twice, 1e-4)
+
+
+def test_block_end_for_several_readers_without_autograd(device):
+    y, z = (channels_last(1, 8, 2, 2, device=device) for _ in range(2))
+    arguments = (y, None, None, z, *affine(8, device), *affine(8, device), 2, 1e-5)
+    results = block_end_for(3, *arguments)
+    assert all(result is results[0] for result in results)
+    assert torch.equal(results[0], block_end(*arguments))
 
 
 def test_what_is_not_held_of_a_block_end(device):

@@ -200,10 +200,10 @@ def test_what_nobody_asks_for_is_not_computed(device, monkeypatch):
         computed.append(args[-1])
         return real(*args)
 
-    def watched(self, maps, vectors, out, stats, dout, sums, wanted):
+    def watched(self, maps, vectors, out, stats, dout, sums, wanted, others=()):
         _, _, injected, z = (bool(one) for one in wanted[:4])
         ends.append((injected, z))
-        return end(self, maps, vectors, out, stats, dout, sums, wanted)
+        return end(self, maps, vectors, out, stats, dout, sums, wanted, others)
 
     monkeypatch.setattr(convolution, "_backward", counted)
     monkeypatch.setattr(norms.residual.BlockEnd, "launch_backward", watched)

@@ -34,7 +34,7 @@ and sums the gradients of all of them over the batch at once.
 from gdeq.kernels.norms.affine import per_sample, per_sample_plain
 from gdeq.kernels.norms.batch import BatchSource, Running, batch_norms, batch_norms_plain
 from gdeq.kernels.norms.fusion import Source, fuse, fuse_plain
-from gdeq.kernels.norms.residual import block_end, block_end_plain
+from gdeq.kernels.norms.residual import block_end, block_end_for, block_end_plain
 from gdeq.kernels.norms.single import norm_act, norm_act_plain
 from gdeq.kernels.norms.tensors import empty_channels_last
 from gdeq.kernels.norms.tiles import TUNING, choose_tile
@@ -47,6 +47,7 @@ __all__ = [
     "batch_norms",
     "batch_norms_plain",
     "block_end",
+    "block_end_for",
     "block_end_plain",
     "choose_tile",
     "empty_channels_last",

@@ -184,6 +184,7 @@ class Fuse(Operation):
         dout: Tensor,
         sums: Tensor,
         wanted: Sequence[bool],
+        others: Sequence[Tensor] = (),
     ) -> list[Vector]:
         assert out is not None
         own, *raws = maps

@@ -1,12 +1,14 @@
 """`residual._block_end_backward_kernel` in bfloat16, where a tile has no masked numbers.
 
 As in `held`: a program reads y, injection, z and dout once and holds them, two numbers in a
-register, until the gradients are written.  In float32 they fill the registers, and a program of 8
+register, until the gradients are written.  Where the block's result goes to several places, it adds
+the gradients from there.  In float32 they fill the registers, and a program of 8
 warps an SM alone: nobody reads while it sums, or sums while it writes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from gdeq.kernels.norms.pieces import over_group
 from gdeq.kernels.norms.tensors import channels_last, channels_last_or, pixel_strides
 
 enabled = True  # for comparisons
+MOST_DOUTS = 3
 MOST = 8192  # numbers of y that a program holds
 PER_THREAD = 32  # of these
 RUN_BYTES = 32  # of a pixel at least, if that many numbers fit
@@ -64,7 +67,7 @@ def launch(
     affine: list[Any],
     affine_sample: int,
     stats: Tensor,
-    dout: Tensor,
+    douts: Sequence[Tensor],
     dy: Tensor,
     dinjection: Tensor | None,
     dz: Tensor | None,
@@ -83,7 +86,7 @@ def launch(
             affine_sample,
             stats,
             stats[0].numel(),
-            *pairs(dout),
+            *(argument for i in range(3) for argument in pairs(douts[min(i, len(douts) - 1)])),
             *channels_last(dy),
             *channels_last_or(dy, dinjection),
             *channels_last_or(dy, dz),
@@ -95,6 +98,7 @@ def launch(
             GROUPS=groups,
             CPG=size,
             GROUP_BLOCK=block,
+            DOUTS=len(douts),
             DROPOUT=mask is not None,
             INJECTED=injection is not None,
             WRITE_INJECTION=dinjection is not None and dinjection is not dy,
@@ -102,6 +106,18 @@ def launch(
             num_warps=max(1, pixels * size * block // (32 * PER_THREAD)),
             maxnreg=REGISTERS,
         )
+
+
+@jit
+def _halves(pair):
+    low = (pair << 16).to(tl.float32, bitcast=True)
+    return low, (pair & -65536).to(tl.float32, bitcast=True)
+
+
+@jit
+def _bits(x):
+    """As bfloat16."""
+    return x.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32)
 
 
 @jit
@@ -126,7 +142,9 @@ def _held_block_end_backward_kernel(
     z, z_sample, z_pixel,
     weight1, bias1, weight2, bias2, affine_sample,
     stats, plane,
-    dout, dout_sample, dout_pixel,
+    dout0, dout0_sample, dout0_pixel,
+    dout1, dout1_sample, dout1_pixel,
+    dout2, dout2_sample, dout2_pixel,
     dy, dy_sample, dy_pixel,
     dinjection, dinjection_sample, dinjection_pixel,
     dz, dz_sample, dz_pixel,
@@ -136,13 +154,15 @@ def _held_block_end_backward_kernel(
     GROUPS: tl.constexpr,
     CPG: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
+    DOUTS: tl.constexpr,
     DROPOUT: tl.constexpr,
     INJECTED: tl.constexpr,
     WRITE_INJECTION: tl.constexpr,
     WRITE_Z: tl.constexpr,
 ):  # fmt: skip
-    """y, injection, z, dout: pairs of bfloat16 as int32, and their strides in pairs.
+    """y, injection, z, dout0 …: pairs of bfloat16 as int32, and their strides in pairs.
 
+    DOUTS: so many are added, and rounded as a gradient from one place would be.
     fifteen, upper: as in `held`; the loads are of 8 bytes for the same reason as there.
 
     With off = x − mean instead of x̂ = ρ off, a norm's gradient is  g ρ w − ρ m − off ρ² m′,
@@ -161,7 +181,17 @@ def _held_block_end_backward_kernel(
     channel = block * N + tl.arange(0, N)
     yp = tl.load(y + sample * y_sample + pixel * y_pixel + pair)
     zp = tl.load(z + sample * z_sample + pixel * z_pixel + pair)
-    gp = tl.load(dout + sample * dout_sample + pixel * dout_pixel + pair)
+    gp = tl.load(dout0 + sample * dout0_sample + pixel * dout0_pixel + pair)
+    if DOUTS > 1:
+        low, high = _halves(gp)
+        other = tl.load(dout1 + sample * dout1_sample + pixel * dout1_pixel + pair)
+        more_low, more_high = _halves(other)
+        low, high = low + more_low, high + more_high
+        if DOUTS > 2:
+            other = tl.load(dout2 + sample * dout2_sample + pixel * dout2_pixel + pair)
+            more_low, more_high = _halves(other)
+            low, high = low + more_low, high + more_high
+        gp = (_bits(high) << 16) | (_bits(low) & 65535)
     ip = yp
     if INJECTED:
         ip = tl.load(injection + sample * injection_sample + pixel * injection_pixel + pair)
