@@ -175,6 +175,17 @@ class _Product:
         self.ctx, self.out, self.z_in = ctx, out, z_in
 
     def __call__(self, u: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
+        product: Tensor = self.ctx.space.join(self._parts(u))
+        return product
+
+    def narrow(self, u: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
+        """The same in the dtype of f, where that is one: it is no better known."""
+        parts = self._parts(u)
+        alike = all(part.dtype == parts[0].dtype for part in parts)
+        product: Tensor = self.ctx.space.join(parts, parts[0].dtype if alike else None)
+        return product
+
+    def _parts(self, u: Tensor) -> list[Tensor]:
         given = zip(self.out, _to_tensors(self.ctx, u), strict=True)
         roots = [(leaf, part) for leaf, part in given if leaf.requires_grad]
         found = torch.autograd.grad(
@@ -184,13 +195,8 @@ class _Product:
             retain_graph=True,
             allow_unused=True,
         )
-        if all(part is None for part in found):  # f may ignore z
-            return torch.zeros_like(u)
-        pairs = zip(found, self.z_in, strict=True)
-        product: Tensor = self.ctx.space.join(
-            [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]
-        )
-        return product
+        pairs = zip(found, self.z_in, strict=True)  # f may ignore z
+        return [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]
 
 
 class _Input(torch.autograd.Function):

@@ -137,15 +137,19 @@ class StateSpace:
         for dtype in self.dtypes:
             self.dtype = torch.promote_types(self.dtype, dtype)
 
-    def join(self, leaves: Sequence[Tensor]) -> Tensor:  # -> (batch, d)
-        """The tensors of a state as one batched vector; a single one may be shared."""
+    def join(self, leaves: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """The tensors of a state as one batched vector, (batch, d); a single one may be shared.
+
+        dtype: the default is that of the solvers' algebra.
+        """
+        dtype = dtype or self.dtype
         parts = self._in_order(leaves)
         kernels = self._kernels(leaves[0], [leaf.dtype for leaf in leaves])
         if kernels is not None:
-            found: Tensor = kernels.join(self._flat(parts), self.dtype)
+            found: Tensor = kernels.join(self._flat(parts), dtype)
             return found
         rows = [
-            part.to(self.dtype).reshape(self.batch, size)
+            part.to(dtype).reshape(self.batch, size)
             for part, size in zip(parts, self.sizes, strict=True)
         ]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
