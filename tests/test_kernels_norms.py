@@ -516,6 +516,78 @@ def test_block_end_for_several_readers_without_autograd(device):
     assert torch.equal(results[0], block_end(*arguments))
 
 
+# batch, channels, groups, height, width; groups that a program takes
+HELD_ENDS = [*HELD_BLOCKS, ((1, 16, 4, 32, 32), 4)]
+
+
+@pytest.mark.parametrize(("dropout", "injected"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each sample"])
+@pytest.mark.parametrize(("shape", "block"), HELD_ENDS)
+def test_a_held_block_end_is_that_of_the_other_kernel(
+    shape, block, each, dropout, injected, device, monkeypatch
+):
+    batch, channels, groups, height, width = shape
+    held = norms.held_block_forward
+    sizes = height * width, channels // groups, groups
+    assert norms.held_block.groups_of_program(*sizes, held.MOST) == block
+    # A large mean, so that a variance from squares alone would be wrong.
+    y, injection, z = (
+        channels_last(batch, channels, height, width, device=device, offset=offset).bfloat16()
+        for offset in (8.0, 0.0, 0.0)
+    )
+    mask = (torch.rand(batch, channels, device=device) > 0.3) * 1.5 if dropout else None
+    size = (batch, channels) if each else (channels,)
+    vectors = [torch.randn(size, device=device) for _ in range(4)]
+    given = injection if injected else None
+    maps = [y, mask, given, z]
+    launches = []
+    real = held.launch
+    monkeypatch.setattr(held, "launch", lambda *args: launches.append(real(*args)))
+    results = []
+    for enabled in (False, True):
+        monkeypatch.setattr(held, "enabled", enabled)
+        # Into a part of something larger.
+        whole = empty_channels_last((batch, channels + 8, height, width), y.dtype, y.device)
+        out = whole.fill_(7.0)[:, 4:-4]
+        stats = torch.empty(4, batch, groups, device=device)
+        norms.residual.BlockEnd(groups, 1e-5).launch(maps, vectors, out, stats)
+        assert (whole[:, :4] == 7).all()
+        assert (whole[:, -4:] == 7).all()
+        results.append((out, stats))
+        assert torch.equal(block_end(*maps, *vectors, groups), out)  # without statistics
+    assert len(launches) == 2
+    (expected, others), (found, stats) = results
+    close(stats, others, 1e-4)
+    # Rounded once: where the sums differ in the last place, so may the rounding.
+    close(found, expected, 1e-2)
+    wide = [None if t is None else t.double() for t in (*maps, *vectors)]
+    exact = block_end_plain(*wide, groups)
+    error, other = ((x.double() - exact).norm() for x in (found, expected))
+    assert error <= 1.02 * other + 1e-6 * exact.norm()
+
+
+def test_a_held_block_end_hides_no_nan(device):
+    y, z = (channels_last(2, 8, 2, 4, device=device).bfloat16() for _ in range(2))
+    z[0, 1, 1, 2] = float("nan")
+    vectors = [torch.ones(8, device=device) for _ in range(4)]
+    assert norms.held_block_forward.takes([y, None, z, y], 2)
+    found = block_end(y, None, None, z, *vectors, 2)
+    assert found[0, :4].isnan().all()  # its group
+    assert not found[0, 4:].isnan().any()
+    assert not found[1].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_a_block_end_in_other_precisions_is_not_held(dtype, device, monkeypatch):
+    monkeypatch.setattr(norms.held_block_forward, "launch", None)
+    y, z = (channels_last(2, 8, 2, 4, device=device).to(dtype) for _ in range(2))
+    vectors = [torch.randn(8, device=device, dtype=torch.float32).to(dtype) for _ in range(4)]
+    found = block_end(y, None, None, z, *vectors, 2)
+    wide = [t.double() for t in (y, z, *vectors)]
+    exact = block_end_plain(wide[0], None, None, *wide[1:], 2)
+    close(found, exact, {torch.float16: 2e-3, torch.float64: 1e-12}.get(dtype, 1e-5))
+
+
 def test_what_is_not_held_of_a_block_end(device):
     y = channels_last(1, 8, 2, 4, device=device).bfloat16()
     takes = norms.held_block.takes

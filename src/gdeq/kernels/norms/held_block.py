@@ -30,12 +30,17 @@ REGISTERS = 128  # so that two programs of 8 warps fit an SM
 
 def takes(maps: list[Tensor | None], groups: int) -> bool:
     """maps: y first, all that are read or written."""
+    return enabled and in_whole_pairs(maps, groups, MOST)
+
+
+def in_whole_pairs(maps: list[Tensor | None], groups: int, most: int) -> bool:
+    """Whether a group of y has no more numbers, none of them masked, and all maps are pairs."""
     present = [x for x in maps if x is not None]
     _, channels, height, width = present[0].shape
     size = channels // groups
     whole = _power_of_two(height * width) and _power_of_two(size) and size >= 4
-    fits = whole and height * width * size <= MOST
-    return enabled and fits and all(_in_pairs(x) for x in present)
+    fits = whole and height * width * size <= most
+    return fits and all(_in_pairs(x) for x in present)
 
 
 def _in_pairs(x: Tensor) -> bool:
@@ -48,11 +53,11 @@ def _power_of_two(n: int) -> bool:
     return n & (n - 1) == 0
 
 
-def groups_of_program(pixels: int, size: int, groups: int) -> int:
+def groups_of_program(pixels: int, size: int, groups: int, most: int = MOST) -> int:
     """size: channels of a group."""
     block = 1
     while 2 * size * block < RUN_BYTES and groups % (2 * block) == 0:
-        if 2 * block * pixels * size > MOST:
+        if 2 * block * pixels * size > most:
             break
         block *= 2
     return block

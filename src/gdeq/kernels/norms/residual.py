@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gdeq.kernels.autograd import differentiates
 from gdeq.kernels.jit import jit, tl
-from gdeq.kernels.norms import held_block
+from gdeq.kernels.norms import held_block, held_block_forward
 from gdeq.kernels.norms.affine import Vector, affine_arguments
 from gdeq.kernels.norms.operation import Maps, Operation, Vectors
 from gdeq.kernels.norms.pieces import (
@@ -135,6 +135,12 @@ class BlockEnd(Operation):
     def launch(self, maps: Maps, vectors: Vectors, out: Tensor, stats: Tensor | None) -> None:
         y, mask, injection, z = maps
         affine, affine_sample = affine_arguments(vectors)
+        if held_block_forward.takes([y, injection, z, out], self.groups):
+            held_block_forward.launch(
+                *(y, mask, injection, z, self.groups, affine, affine_sample),
+                *(out, stats, self.eps),
+            )
+            return
         launch(
             _block_end_kernel,
             "block_end",
