@@ -152,6 +152,35 @@ def test_the_layer_is_batch_norm_over_several_steps(track, scaled, as_kernels, d
         assert layer.num_batches_tracked == 3  # not moved by that
 
 
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize("function", [batch_norms, batch_norms_plain])
+def test_zeros_beside_the_channels_stay_zeros(function, momentum, programs, device):
+    """Statistics of the first channels alone, and nothing written behind them."""
+    narrow = channels_last(3, 14, 4, 5, device=device, offset=1.0)
+    x = channels_last(3, 16, 4, 5, device=device)
+    x[:, :14], x[:, 14:] = narrow, 0.0
+    memory = torch.full((2, 16), 7.0, device=device)
+    running = Running(memory[0, :14], memory[1, :14], torch.tensor(0, device=device), momentum)
+    own = Running(*(torch.full((14,), 7.0, device=device) for _ in range(2)), None, momentum)
+    if momentum is None:
+        own = Running(own.mean, own.var, torch.tensor(0, device=device), None)
+    direction = torch.randn_like(x)
+    direction[:, 14:] = 0.0
+    x.requires_grad_()
+    narrow = narrow.detach().requires_grad_()
+    y = function([BatchSource(x, None, None, running)], relu=True)
+    expected = function([BatchSource(narrow, None, None, own)], relu=True)
+    close(y[:, :14].detach(), expected.detach())
+    assert not y[:, 14:].any()
+    (found,) = torch.autograd.grad(y, x, direction)
+    (wanted,) = torch.autograd.grad(expected, narrow, direction[:, :14])
+    close(found[:, :14], wanted, 1e-4)
+    assert not found[:, 14:].any()
+    close(running.mean, own.mean)
+    close(running.var, own.var)
+    assert bool((memory[:, 14:] == 7).all())
+
+
 def test_a_norm_without_its_count(device):
     """Running statistics stay where they are, as PyTorch has it."""
     x = channels_last(2, 6, 4, 4, device=device)

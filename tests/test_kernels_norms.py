@@ -15,6 +15,7 @@ from gdeq.kernels import available, norms
 from gdeq.kernels.norms import (
     Source,
     block_end,
+    block_end_for,
     block_end_plain,
     choose_tile,
     empty_channels_last,
@@ -435,6 +436,175 @@ def test_block_end_gradients(shape, each, dropout, injected, tile, device):
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
+# batch, channels, groups, height, width; groups that a program takes
+HELD_BLOCKS = [((2, 32, 8, 4, 8), 4), ((1, 32, 2, 2, 4), 1), ((3, 8, 2, 1, 1), 2)]
+
+
+@pytest.mark.parametrize(("dropout", "injected"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each sample"])
+@pytest.mark.parametrize(("shape", "block"), HELD_BLOCKS)
+def test_held_block_end_gradients_are_those_of_the_other_kernel(
+    shape, block, each, dropout, injected, device, monkeypatch
+):
+    batch, channels, groups, height, width = shape
+    held = norms.held_block
+    assert held.groups_of_program(height * width, channels // groups, groups) == block
+    y, injection, z, direction = (
+        channels_last(batch, channels, height, width, device=device).bfloat16() for _ in range(4)
+    )
+    mask = (torch.rand(batch, channels, device=device) > 0.3) * 1.5 if dropout else None
+    size = (batch, channels) if each else (channels,)
+    vectors = [torch.randn(size, device=device).requires_grad_() for _ in range(4)]
+    given = injection if injected else None
+    inputs = [t.requires_grad_() for t in (y, given, z) if t is not None]
+    launches = []
+    real = held.launch
+    monkeypatch.setattr(held, "launch", lambda *args: launches.append(real(*args)))
+    results = []
+    for enabled in (False, True):
+        monkeypatch.setattr(held, "enabled", enabled)
+        out = block_end(y, mask, given, z, *vectors, groups)
+        results.append(torch.autograd.grad(out, [*inputs, *vectors], direction, retain_graph=True))
+        (alone,) = torch.autograd.grad(out, y, direction)  # without that of z and the injection
+        assert torch.equal(alone, results[-1][0])
+    assert len(launches) == 2
+    for found, expected in zip(results[1], results[0], strict=True):
+        assert found.dtype == expected.dtype
+        # Rounded once: where the sums differ in the last place, so may the rounding.
+        close(found, expected, 1e-2 if found.dtype == torch.bfloat16 else 1e-4)
+    wide = [None if t is None else t.double() for t in (y, mask, given, z, *vectors)]
+    exact = torch.autograd.grad(
+        block_end_plain(*wide, groups), [*inputs, *vectors], direction.double()
+    )
+    for found, expected, truth in zip(results[1], results[0], exact, strict=True):
+        error, other = ((x.double() - truth).norm() for x in (found, expected))
+        assert error <= 1.1 * other + 1e-4 * (1 + truth.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("read", [(0,), (1,), (0, 1), (0, 2), (0, 1, 2), (0, 1, 2, 3)], ids=str)
+def test_block_end_for_several_readers(read, dtype, device, monkeypatch):
+    """Gradients from all readers are added, from those alone that have one."""
+    y, z = (channels_last(2, 8, 2, 4, device=device).to(dtype).requires_grad_() for _ in range(2))
+    vectors = [torch.randn(8, device=device).requires_grad_() for _ in range(4)]
+    directions = [channels_last(2, 8, 2, 4, device=device).to(dtype) for _ in read]
+    arguments = (y, None, None, z, *vectors, 2, 1e-5)
+    inputs = [y, z, *vectors]
+    launches = []
+    held = norms.held_block
+    real = held.launch
+    monkeypatch.setattr(held, "launch", lambda *args: launches.append(real(*args)))
+    results = block_end_for(4, *arguments)
+    alone = block_end(*arguments)
+    assert len({result.data_ptr() for result in results}) == 1
+    assert all(torch.equal(result, alone) for result in results)
+    found = torch.autograd.grad([results[i] for i in read], inputs, directions, retain_graph=True)
+    assert len(launches) == (dtype == torch.bfloat16 and len(read) <= held.MOST_DOUTS)
+    total = sum(direction.float() for direction in directions).to(dtype)
+    expected = torch.autograd.grad(alone, inputs, total, retain_graph=True)
+    for a, b in zip(found, expected, strict=True):
+        close(a, b, 5e-2 if dtype == torch.bfloat16 else 1e-5)
+    if dtype == torch.float32:
+        twice = []
+        for outs, given in (([results[i] for i in read], directions), ([alone], [total])):
+            (first,) = torch.autograd.grad(outs, y, given, create_graph=True)
+            twice.append(torch.autograd.grad(first.square().sum(), z)[0])
+        close(*twice, 1e-4)
+
+
+def test_block_end_for_several_readers_without_autograd(device):
+    y, z = (channels_last(1, 8, 2, 2, device=device) for _ in range(2))
+    arguments = (y, None, None, z, *affine(8, device), *affine(8, device), 2, 1e-5)
+    results = block_end_for(3, *arguments)
+    assert all(result is results[0] for result in results)
+    assert torch.equal(results[0], block_end(*arguments))
+
+
+# batch, channels, groups, height, width; groups that a program takes
+HELD_ENDS = [*HELD_BLOCKS, ((1, 16, 4, 32, 32), 4)]
+
+
+@pytest.mark.parametrize(("dropout", "injected"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each sample"])
+@pytest.mark.parametrize(("shape", "block"), HELD_ENDS)
+def test_a_held_block_end_is_that_of_the_other_kernel(
+    shape, block, each, dropout, injected, device, monkeypatch
+):
+    batch, channels, groups, height, width = shape
+    held = norms.held_block_forward
+    sizes = height * width, channels // groups, groups
+    assert norms.held_block.groups_of_program(*sizes, held.MOST) == block
+    # A large mean, so that a variance from squares alone would be wrong.
+    y, injection, z = (
+        channels_last(batch, channels, height, width, device=device, offset=offset).bfloat16()
+        for offset in (8.0, 0.0, 0.0)
+    )
+    mask = (torch.rand(batch, channels, device=device) > 0.3) * 1.5 if dropout else None
+    size = (batch, channels) if each else (channels,)
+    vectors = [torch.randn(size, device=device) for _ in range(4)]
+    given = injection if injected else None
+    maps = [y, mask, given, z]
+    launches = []
+    real = held.launch
+    monkeypatch.setattr(held, "launch", lambda *args: launches.append(real(*args)))
+    results = []
+    for enabled in (False, True):
+        monkeypatch.setattr(held, "enabled", enabled)
+        # Into a part of something larger.
+        whole = empty_channels_last((batch, channels + 8, height, width), y.dtype, y.device)
+        out = whole.fill_(7.0)[:, 4:-4]
+        stats = torch.empty(4, batch, groups, device=device)
+        norms.residual.BlockEnd(groups, 1e-5).launch(maps, vectors, out, stats)
+        assert (whole[:, :4] == 7).all()
+        assert (whole[:, -4:] == 7).all()
+        results.append((out, stats))
+        assert torch.equal(block_end(*maps, *vectors, groups), out)  # without statistics
+    assert len(launches) == 2
+    (expected, others), (found, stats) = results
+    close(stats, others, 1e-4)
+    # Rounded once: where the sums differ in the last place, so may the rounding.
+    close(found, expected, 1e-2)
+    wide = [None if t is None else t.double() for t in (*maps, *vectors)]
+    exact = block_end_plain(*wide, groups)
+    error, other = ((x.double() - exact).norm() for x in (found, expected))
+    assert error <= 1.02 * other + 1e-6 * exact.norm()
+
+
+def test_a_held_block_end_hides_no_nan(device):
+    y, z = (channels_last(2, 8, 2, 4, device=device).bfloat16() for _ in range(2))
+    z[0, 1, 1, 2] = float("nan")
+    vectors = [torch.ones(8, device=device) for _ in range(4)]
+    assert norms.held_block_forward.takes([y, None, z, y], 2)
+    found = block_end(y, None, None, z, *vectors, 2)
+    assert found[0, :4].isnan().all()  # its group
+    assert not found[0, 4:].isnan().any()
+    assert not found[1].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_a_block_end_in_other_precisions_is_not_held(dtype, device, monkeypatch):
+    monkeypatch.setattr(norms.held_block_forward, "launch", None)
+    y, z = (channels_last(2, 8, 2, 4, device=device).to(dtype) for _ in range(2))
+    vectors = [torch.randn(8, device=device, dtype=torch.float32).to(dtype) for _ in range(4)]
+    found = block_end(y, None, None, z, *vectors, 2)
+    wide = [t.double() for t in (y, z, *vectors)]
+    exact = block_end_plain(wide[0], None, None, *wide[1:], 2)
+    close(found, exact, {torch.float16: 2e-3, torch.float64: 1e-12}.get(dtype, 1e-5))
+
+
+def test_what_is_not_held_of_a_block_end(device):
+    y = channels_last(1, 8, 2, 4, device=device).bfloat16()
+    takes = norms.held_block.takes
+    assert takes([y, None, y, y, y, None, None], 2)
+    assert not takes([y, None, y.float(), y, y, None, None], 2)
+    assert not takes([y, None, y, y.contiguous(), y, None, None], 2)  # in another order
+    assert not takes([y, None, y, y, y, None, None], 4)  # groups of two
+    assert not takes([y[:, 1:7], None, y, y, y, None, None], 1)  # six channels
+    assert not takes([y[..., :3], None, y, y, y, None, None], 2)  # six pixels
+    large = empty_channels_last((1, 16, 32, 32), torch.bfloat16, y.device)
+    assert not takes([large], 1)
+
+
 def test_block_end_gradients_of_some_and_twice(device):
     y, z = (channels_last(2, 6, 3, 4, device=device) for _ in range(2))
     norm = affine(6, device)
@@ -539,6 +709,62 @@ def test_fuse_without_own_and_without_scale(tile, device):
         found = torch.autograd.grad(function(None, sources, 4), inputs, direction)
         for a, b in zip(found, expected, strict=True):
             close(a, b, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("levels", "size", "channels"),
+    [
+        ((1, 2, 3), (8, 16), 16),
+        ((0, 1, 2), (8, 4), 32),
+        ((0, 0, 1), (2, 2), 8),
+        ((0, 0, 0), (1, 2), 64),
+        ((2,), (4, 4), 4),
+        ((0, 2), (4, 8), 16),
+    ],
+)
+@pytest.mark.parametrize("each", [False, True], ids=["shared", "each sample"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whole_fuse_gradients_are_those_of_the_other_kernel(
+    levels, size, channels, each, dtype, device, monkeypatch
+):
+    whole = norms.fusion_whole
+    own = channels_last(2, channels, *size, device=device).to(dtype).requires_grad_()
+    sources = []
+    for i, source in enumerate(sources_of(levels, channels, *size, device)):
+        shape = (2, channels) if each else (channels,)
+        affine = [None, None]
+        if i != 1:
+            affine = [torch.randn(shape, device=device).requires_grad_() for _ in range(2)]
+        sources.append(Source(source.raw.to(dtype).requires_grad_(), *affine, source.levels))
+    tensors = [own, *(t for s in sources for t in (s.raw, s.weight, s.bias))]
+    inputs = [t for t in tensors if t is not None]
+    direction = torch.randn(2, channels, *size, device=device).to(dtype)
+    launches = []
+    real = whole.launch
+    monkeypatch.setattr(whole, "launch", lambda *args: launches.append(real(*args)))
+    for relu in (True, False):
+        results = []
+        for enabled in (False, True):
+            monkeypatch.setattr(whole, "enabled", enabled)
+            y = fuse(own, sources, 4, relu=relu)
+            results.append(torch.autograd.grad(y, inputs, direction, retain_graph=True))
+            (alone,) = torch.autograd.grad(y, sources[0].raw, direction)  # without own
+            assert torch.equal(alone, results[-1][1])
+        for found, expected in zip(results[1], results[0], strict=True):
+            assert found.dtype == expected.dtype
+            close(found, expected, 1e-2 if found.dtype == torch.bfloat16 else 1e-5)
+    assert len(launches) == 4
+
+
+def test_what_is_not_fused_whole(device):
+    out = channels_last(1, 8, 4, 8, device=device)
+    low, takes = out[:, :, :2, :4], norms.fusion_whole.takes
+    assert takes(out, [out, low], (0, 1), 2)
+    assert not takes(out, [low, out], (1, 0), 2)  # the one before has not what the next needs
+    assert not takes(out, [out[:, :, :1]], (1,), 2)  # not of that resolution
+    assert not takes(out[..., :6], [low[..., :3]], (1,), 2)
+    assert not takes(out[:, :6], [low[:, :6]], (1,), 2)  # groups of three
+    assert not takes(torch.empty(1, 8, 128, 128), [], (), 2)
 
 
 def test_fuse_gradients_of_some_and_twice(device):

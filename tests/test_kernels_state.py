@@ -35,9 +35,9 @@ def launches(monkeypatch):
     """Which way each launch of the kernel went."""
     found, launch = [], kernels._launch
 
-    def counted(rows, parts, joins):
+    def counted(rows, parts, joins, factor=None):
         found.append("join" if joins else "split")
-        launch(rows, parts, joins)
+        launch(rows, parts, joins, factor)
 
     monkeypatch.setattr(kernels, "_launch", counted)
     return found
@@ -45,6 +45,37 @@ def launches(monkeypatch):
 
 def leaves_of(state) -> list[Tensor]:
     return StateSpace(state).leaves(state, "state", cast=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", states(torch.float32))
+def test_with_a_factor_and_norms(name, dtype, launches):
+    z = states(dtype)[name]
+    space = StateSpace(z)
+    tensors = leaves_of(z)
+    factor = torch.rand(space.batch, dtype=space.dtype, device=DEVICE) + 0.5
+    with choice.use("off"):
+        rows = space.join_scaled(tensors, factor)
+        parts = space.split_scaled(rows, space.dtypes, factor)
+        size = torch.linalg.vector_norm(space.join(tensors).double(), dim=1)
+        assert space.norms(tensors) is None
+    assert not launches
+    assert torch.equal(rows, space.join(tensors) * factor.unsqueeze(1))
+    launches.clear()
+    with choice.use("triton"):
+        assert torch.equal(space.join_scaled(tensors, factor), rows)
+        # The interpreter cuts off what bfloat16 cannot hold.
+        slack = 2**-7 if dtype == torch.bfloat16 and DEVICE.type == "cpu" else 0.0
+        scaled = space.split_scaled(rows, space.dtypes, factor)
+        for a, b, like in zip(scaled, parts, tensors, strict=True):
+            torch.testing.assert_close(a, b, rtol=slack, atol=0.0)
+            assert a.stride() == like.stride()
+        found = space.norms(tensors)
+    assert launches == ["join", "split"]
+    if dtype == torch.float64:
+        assert found is None
+    else:
+        torch.testing.assert_close(found, size.to(space.dtype), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

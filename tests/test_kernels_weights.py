@@ -52,6 +52,9 @@ def mixture(device):
         ),
         Merged((convolution(2, 9, 3, device, **last),)),
         Merged((convolution(6, 4, 1, device, normalised=True, **last),)),
+        Merged((convolution(3, 2, 3, device), convolution(2, 2, 3, device)), outputs=8, inputs=3),
+        Merged((convolution(3, 5, 1, device, normalised=True, **last),), outputs=4),
+        Merged((convolution(4, 3, 3, device, **last),), outputs=2, inputs=8),  # as many as it has
     ]
 
 
@@ -64,7 +67,7 @@ def in_double(merged):
         return None if tensor is None else tensor.detach().double().requires_grad_()
 
     return [
-        Merged(tuple(Convolution(wide(p.weight), wide(p.gain)) for p in e.parts), e.own_inputs)
+        Merged(tuple(Convolution(wide(p.weight), wide(p.gain)) for p in e.parts), *e.form)
         for e in merged
     ]
 
@@ -159,6 +162,29 @@ def test_a_row_of_zeros_is_not_hidden(device):
         (found,) = merge(merged, torch.float32)
     assert bool(found[1].isnan().all())
     assert bool(found[0].isfinite().all())
+
+
+# ---- room for more channels
+
+
+def test_what_nobody_has_is_zero(tuning, device):
+    entry = Merged((convolution(3, 2, 3, device), convolution(2, 2, 3, device)), False, 8, 4)
+    for function in (merge, merge_plain):
+        (found,) = function([entry], torch.float32)
+        assert found.shape == (8, 4, 3, 3)
+        assert found.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(found[:5, :2], torch.cat([part.weight for part in entry.parts]))
+        assert not found[5:].any()
+        assert not found[:, 2:].any()
+
+
+def test_room_makes_another_table(device):
+    part, plans = convolution(3, 2, 1, device), Plans()
+    shapes = [
+        tuple(merge([Merged((part,), False, *room)], torch.float32, plans)[0].shape[:2])
+        for room in ((), (8,), (8, 4), ())
+    ]
+    assert shapes == [(3, 2), (8, 2), (8, 4), (3, 2)]
 
 
 # ---- addresses

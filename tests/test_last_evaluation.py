@@ -155,3 +155,34 @@ def test_a_constant_f_has_no_gradient(gradient, form, monkeypatch):
     z0 = torch.zeros(2, 3, device=DEVICE)
     solution = gdeq.fixed_point(torch.ones_like, z0, Broyden(STEPS, 0.0), gradient)
     assert not solution.z.requires_grad
+
+
+@pytest.mark.parametrize("refine", [1, 2])
+def test_a_product_in_the_precision_of_f_is_the_same(refine, monkeypatch):
+    """The refinement's kernels read it as it is; the plain form has it in float32."""
+    torch.manual_seed(0)
+    weight = torch.randn(2, 6, 6, device=DEVICE).bfloat16().requires_grad_()
+    bias = torch.randn(3, 2, 6, device=DEVICE).bfloat16()
+    z0 = tuple(torch.zeros(3, 6, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+
+    def f(z):
+        a, b = z
+        mixed = (a @ weight[0].mT * 0.2 + b * 0.3, b @ weight[1].mT * 0.2 + a * 0.3)
+        return tuple(torch.tanh(part + bias[:, i]) for i, part in enumerate(mixed))
+
+    asked, results = [], []
+    real = core._Product.narrow
+
+    def watched(self, u):
+        asked.append(real(self, u))
+        return asked[-1]
+
+    with choice.use("triton"):
+        for method in (watched, core._Product.__call__):
+            monkeypatch.setattr(core._Product, "narrow", method)
+            solution = gdeq.fixed_point(f, z0, Broyden(4, 0.0), GDEQ(refine=refine))
+            loss = sum(part.float().square().sum() for part in solution.z)
+            results.append(torch.autograd.grad(loss, weight)[0])
+    assert len(asked) == refine
+    assert all(product.dtype == torch.bfloat16 for product in asked)
+    assert torch.equal(*results)

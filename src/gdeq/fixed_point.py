@@ -11,11 +11,12 @@ also brings Jᵀw to the input node, where the output node has left v and w:
 
     r = v − w + Jᵀw = v − (I − Jᵀ) w
 
-is the residual of the adjoint equation, so the error of the gradient is measured in passing.  (For
-second derivatives r itself is needed: there the output node sends v − w to a node of that kind.)
+is the residual of the adjoint equation, so the error of the gradient is measured in passing.  A w
+that needs no product with J (JFB, plain GDEQ) needs no input node.
 
-A w that needs no product with J (JFB, plain GDEQ) needs neither the input node nor f's values:
-there one node leads from the tensors of f(z*) to those of z*.
+Both nodes are in the user's terms: only what a gradient method works on, v, w and the products,
+are batched vectors.  For second derivatives (`Implicit`) r itself is needed: there the nodes are
+between batched vectors, and the output node sends v − w to a node of that kind.
 
 With ``tol=0`` the last iterate is known beforehand.  In a recorded step (`gdeq.capture`) f is then
 differentiated right there (`_LastEvaluation`), and the solve learns from the same values: one
@@ -26,6 +27,7 @@ evaluated once more, at what is returned.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,18 +57,54 @@ class _Link:
     v: Tensor | None = None  # (batch, d) of the backward pass under way
     w: Tensor | None = None  # (batch, d)
     size: Tensor | None = None  # (batch,) ‖v‖
+    unit: Tensor | None = None  # (batch,) of v, w and ‖v‖, where they are not as they came
     noise: Tensor | None = None  # (batch,) the residual norm that its w leaves behind
     twice: bool = False  # a backward pass was itself differentiated
 
+    @property
+    def awaits_product(self) -> bool:
+        return self.v is not None and self.w is not None and self.size is not None
+
+    def measure(self, product: Tensor) -> None:  # (batch, d)
+        """Record the residual that Jᵀw says w has, once."""
+        assert self.v is not None
+        assert self.w is not None
+        assert self.size is not None
+        _record(self.solution, relative(residual_norm(self.v, self.w, product), self.size))
+        self.forget()
+
     def forget(self) -> None:
-        self.v = self.w = self.size = None
+        self.v = self.w = self.size = self.unit = None
+
+
+class _Given(torch.autograd.Function):
+    """z as f sees it.  Takes gradients but passes none on: z* does not depend on z0."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, token: Tensor, link: _Link, space: StateSpace, *z: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.link, ctx.space = link, space
+        # As .data: views of one function could not be changed in place, and f is told that it may
+        # not by `VectorMap.leaves`.
+        return tuple(leaf.data for leaf in z)
+
+    @staticmethod
+    def backward(ctx: Any, *products: Tensor) -> tuple[None, ...]:
+        link: _Link = ctx.link
+        if link.awaits_product:
+            with full_precision(products[0].device):
+                assert link.unit is not None
+                link.measure(ctx.space.join_scaled(products, 1 / link.unit))
+        return None, None, None, *(None for _ in products)
 
 
 class _Direct(torch.autograd.Function):
-    """z* where w needs no product with J: a function of the tensors of f(z*) alone.
+    """z* as a function of the tensors of f(z*) and, where w needs products with J, of those of z.
 
-    Of these only the graph is used, not the values, so no batched vector of them is made.  v is
-    taken as it is, not scaled first: in float32 products overflow where |v| is beyond 1e35.
+    Of these only the graph is used, not the values, so no batched vector of them is made.  Without
+    such products v is taken as it is, not scaled first: in float32 those with the inverse overflow
+    where |v| is beyond 1e35.
     """
 
     @staticmethod
@@ -76,10 +114,12 @@ class _Direct(torch.autograd.Function):
         space: StateSpace,
         z: list[Tensor],
         inside: Tensor | None,
-        *out: Tensor,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.link, ctx.space, ctx.inside = link, space, inside
-        ctx.dtypes = [leaf.dtype for leaf in out]
+        ctx.dtypes = [leaf.dtype for leaf in tensors[: len(z)]]
+        if len(tensors) > len(z):
+            ctx.save_for_backward(*tensors)
         # The user may change them in place; f's graph and the record hold z.
         return tuple(space.copies(z))
 
@@ -88,16 +128,79 @@ class _Direct(torch.autograd.Function):
         link: _Link = ctx.link
         if torch.is_grad_enabled():  # the caller asked for create_graph=True
             _check_second_order(link.gradient)
+        count, tensors = len(incoming), ctx.saved_tensors
         with full_precision(incoming[0].device):
-            v = ctx.space.join(incoming)
-            found = link.gradient.cotangent(v, _no_vjp, link.solution)
+            if not tensors:
+                found = link.gradient.cotangent(ctx.space.join(incoming), _no_vjp, link.solution)
+                given = _to_tensors(ctx, found.w)
+            else:
+                with torch.no_grad():
+                    size, unit, v = _in_units(ctx.space, incoming)
+                    product = _Product(ctx, tensors[:count], tensors[count:])
+                    found = link.gradient.cotangent(v, product, link.solution)
+                    given = _to_tensors(ctx, found.w, unit)
+                link.v, link.w, link.size, link.unit = v, found.w, size / unit, unit
+                # A pass that was asked for some gradients alone may never come to the input node.
+                _at_the_end_of_this_pass(link.forget)
             link.solution.record.write(link.gradient, found)
-            w = found.w if ctx.inside is None else torch.where(ctx.inside, found.w, 0.0)
-            return None, None, None, None, *ctx.space.split(w, ctx.dtypes)
+            return None, None, None, None, *given, *(None for _ in tensors[count:])
+
+
+def _in_units(space: StateSpace, v: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """‖v‖, (batch,), a unit of about that length, (batch,), and v in these, (batch, d).
+
+    See `_scaled_cotangent`.
+    """
+    size = space.norms(v)
+    if size is None:
+        flat = space.join(v)
+        (size,) = safe_norms(flat)
+        unit = _unit_of(size)
+        return size, unit, flat * (1 / unit).unsqueeze(1)
+    unit = _unit_of(size)
+    return size, unit, space.join_scaled(v, 1 / unit)
+
+
+def _to_tensors(ctx: Any, w: Tensor, unit: Tensor | None = None) -> list[Tensor]:  # (batch, d)
+    """A cotangent of f(z) in the user's terms; nothing where f could not be given z."""
+    w = w if ctx.inside is None else torch.where(ctx.inside, w, 0.0)
+    space: StateSpace = ctx.space
+    return space.split(w, ctx.dtypes) if unit is None else space.split_scaled(w, ctx.dtypes, unit)
+
+
+class _Product:
+    """u ↦ Jᵀu, by way of the user's tensors."""
+
+    def __init__(self, ctx: Any, out: Sequence[Tensor], z_in: Sequence[Tensor]) -> None:
+        self.ctx, self.out, self.z_in = ctx, out, z_in
+
+    def __call__(self, u: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
+        product: Tensor = self.ctx.space.join(self._parts(u))
+        return product
+
+    def narrow(self, u: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
+        """The same in the dtype of f, where that is one: it is no better known."""
+        parts = self._parts(u)
+        alike = all(part.dtype == parts[0].dtype for part in parts)
+        product: Tensor = self.ctx.space.join(parts, parts[0].dtype if alike else None)
+        return product
+
+    def _parts(self, u: Tensor) -> list[Tensor]:
+        given = zip(self.out, _to_tensors(self.ctx, u), strict=True)
+        roots = [(leaf, part) for leaf, part in given if leaf.requires_grad]
+        found = torch.autograd.grad(
+            [leaf for leaf, _ in roots],
+            self.z_in,
+            [part for _, part in roots],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        pairs = zip(found, self.z_in, strict=True)  # f may ignore z
+        return [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]
 
 
 class _Input(torch.autograd.Function):
-    """z as f sees it.  Takes gradients but passes none on: z* does not depend on z0."""
+    """`_Given` as one batched vector."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, z: Tensor, link: _Link) -> Tensor:
@@ -107,16 +210,14 @@ class _Input(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, product: Tensor) -> tuple[None, None, None]:
         link: _Link = ctx.link
-        if link.v is not None and link.w is not None and link.size is not None:
+        if link.awaits_product:
             with full_precision(product.device):
-                size = residual_norm(link.v, link.w, product)
-                _record(link.solution, relative(size, link.size))
-            link.forget()
+                link.measure(product)
         return None, None, None
 
 
 class _Output(torch.autograd.Function):
-    """The fixed point as a function of f's output and input."""
+    """`_Direct` between batched vectors, and with second derivatives."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, out: Tensor, z_in: Tensor, link: _Link) -> Tensor:
@@ -212,13 +313,20 @@ def _scaled_cotangent(link: _Link, v: Tensor, vjp: Vectorized) -> Cotangent:
 
     The unit is a power of two, so that nothing is rounded.
     """
-    (link.size,) = (size,) = safe_norms(v)
-    size = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
-    # One below the exponent: 2¹²⁸ is not a float32.
-    unit = torch.ldexp(torch.ones_like(size), size.frexp().exponent - 1).unsqueeze(1)
+    (link.size,) = safe_norms(v)
+    unit = _unit_of(link.size).unsqueeze(1)
     found = link.gradient.cotangent(v / unit, vjp, link.solution)
     found.w = found.w * unit
     return found
+
+
+def _unit_of(size: Tensor) -> Tensor:  # (batch,) -> (batch,)
+    """A power of two, whose inverse is a normal number too."""
+    size = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
+    most = math.frexp(torch.finfo(size.dtype).max)[1] - 2
+    # One below the exponent: 2¹²⁸ is not a float32.
+    exponent = (size.frexp().exponent - 1).clamp(-most, most)
+    return torch.ldexp(torch.ones_like(size), exponent)
 
 
 def _noise(link: _Link, found: Cotangent, v: Tensor) -> Tensor | None:  # -> (batch,)
@@ -258,7 +366,7 @@ def _check_second_order(gradient: Gradient) -> None:
 
 
 class _Evaluation:
-    """f, evaluated with autograd at the solution, between the nodes."""
+    """`_DirectEvaluation` between batched vectors, for second derivatives."""
 
     def __init__(self, f: Vectorized, gradient: Gradient) -> None:
         self.f, self.link = f, _Link(gradient)
@@ -281,7 +389,7 @@ class _Evaluation:
         if not out.requires_grad:
             return z  # f is a constant: nothing to differentiate
         with torch.enable_grad():
-            if isinstance(link.gradient, Implicit) and link.gradient.double_backward:
+            if _twice(link.gradient):
                 link.in_remainder = True
                 z_in = _Remainder.apply(z, out, z_in, link)
                 out = self.f(z_in)
@@ -289,26 +397,31 @@ class _Evaluation:
 
 
 class _DirectEvaluation:
-    """The same where w needs no product with J, in the user's terms."""
+    """f, evaluated with autograd at the solution, between the nodes."""
 
     def __init__(self, f: VectorMap, gradient: Gradient) -> None:
         self.f, self.link = f, _Link(gradient)
+        self.z_in: list[Tensor] = []
         self.out: list[Tensor] = []
 
     def at(self, z: Sequence[Tensor]) -> list[Tensor]:
         with torch.enable_grad():
+            if self.link.gradient.uses_vjp:
+                token = torch.zeros((), device=self.f.space.device, requires_grad=True)
+                z = self.z_in = list(_Given.apply(token, self.link, self.f.space, *z))
             self.out = self.f.leaves(z)
         return self.out
 
     def attach(self, z: Tensor, solution: Solution) -> State:  # z: (batch, d)
+        """The solution's z, with gradients to all that f closes over."""
         if not any(leaf.requires_grad for leaf in self.out):
-            return solution.z
-        space = self.f.space
-        self.link.solution = _held(self.link.gradient, solution)
+            return solution.z  # f is a constant: nothing to differentiate
+        space, link = self.f.space, self.link
+        link.solution = _held(link.gradient, solution)
         leaves = space.leaves(solution.z, "z", cast=False)
         with torch.enable_grad():
-            outside = self.f.inside(z)
-            return space.state(_Direct.apply(self.link, space, leaves, outside, *self.out))
+            inside = self.f.inside(z)
+            return space.state(_Direct.apply(link, space, leaves, inside, *self.out, *self.z_in))
 
 
 def _held(gradient: Gradient, solution: Solution) -> Solution:
@@ -319,7 +432,7 @@ def _held(gradient: Gradient, solution: Solution) -> Solution:
 class _LastEvaluation(VectorMap):
     """f at the last iterate of a solve: for the solve its values, and kept with its graph."""
 
-    def __init__(self, f: VectorMap, evaluation: _Evaluation | _DirectEvaluation) -> None:
+    def __init__(self, f: VectorMap, evaluation: _DirectEvaluation) -> None:
         vars(self).update(vars(f))
         self.evaluation = evaluation
         self.made = False
@@ -329,19 +442,17 @@ class _LastEvaluation(VectorMap):
         # Autocast keeps the half-precision copies of weights that it made without autograd in the
         # solve; used again, they would cut the weights off from their gradients.
         torch.clear_autocast_cache()
-        space = self.space
-        if isinstance(self.evaluation, _DirectEvaluation):
-            out = self.evaluation.at(z)
-        else:
-            found = self.evaluation.at(space.join([leaf.detach() for leaf in z]))
-            out = space.split(found.detach(), [space.dtype] * len(z))
-        return [leaf.detach() for leaf in out]
+        return [leaf.detach() for leaf in self.evaluation.at(z)]
 
 
 def differentiates_in_the_solve(space: StateSpace, solver: Solver, gradient: Gradient) -> bool:
     """Whether `_LastEvaluation` may be used."""
-    twice = isinstance(gradient, Implicit) and gradient.double_backward
-    return solver.tol == 0 and not twice and recording(space.device)
+    return solver.tol == 0 and not _twice(gradient) and recording(space.device)
+
+
+def _twice(gradient: Gradient) -> bool:
+    """Whether f is evaluated twice with autograd, for second derivatives."""
+    return isinstance(gradient, Implicit) and gradient.double_backward
 
 
 @uncompiled
@@ -379,11 +490,13 @@ def solve_and_attach(
         return solution.z, solution
     assert solver is not None
     evaluation: _Evaluation | _DirectEvaluation
-    kind = _Evaluation if gradient.uses_vjp else _DirectEvaluation
-    evaluation = kind(on_vectors, gradient)
     last = None
-    if torch.is_grad_enabled() and differentiates_in_the_solve(space, solver, gradient):
-        last = _LastEvaluation(on_vectors, evaluation)
+    if _twice(gradient):
+        evaluation = _Evaluation(on_vectors, gradient)
+    else:
+        evaluation = _DirectEvaluation(on_vectors, gradient)
+        if torch.is_grad_enabled() and differentiates_in_the_solve(space, solver, gradient):
+            last = _LastEvaluation(on_vectors, evaluation)
     z, solution = solve_space(on_vectors, start.detach(), space, solver, last)
     if not torch.is_grad_enabled():
         return solution.z, solution

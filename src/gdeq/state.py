@@ -137,14 +137,19 @@ class StateSpace:
         for dtype in self.dtypes:
             self.dtype = torch.promote_types(self.dtype, dtype)
 
-    def join(self, leaves: Sequence[Tensor]) -> Tensor:  # -> (batch, d)
-        """The tensors of a state as one batched vector; a single one may be shared."""
+    def join(self, leaves: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """The tensors of a state as one batched vector, (batch, d); a single one may be shared.
+
+        dtype: the default is that of the solvers' algebra.
+        """
+        dtype = dtype or self.dtype
         parts = self._in_order(leaves)
         kernels = self._kernels(leaves[0], [leaf.dtype for leaf in leaves])
         if kernels is not None:
-            return kernels.join([part.reshape(self.batch, -1) for part in parts], self.dtype)
+            found: Tensor = kernels.join(self._flat(parts), dtype)
+            return found
         rows = [
-            part.to(self.dtype).reshape(self.batch, size)
+            part.to(dtype).reshape(self.batch, size)
             for part, size in zip(parts, self.sizes, strict=True)
         ]
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)
@@ -160,6 +165,35 @@ class StateSpace:
             self._shaped(part, i).to(dtype)
             for i, (part, dtype) in enumerate(zip(parts, dtypes, strict=True))
         ]
+
+    def join_scaled(self, leaves: Sequence[Tensor], factor: Tensor) -> Tensor:  # -> (batch, d)
+        """`join` times a factor of each sample, (batch,); without autograd."""
+        kernels = self._kernels(leaves[0], [leaf.dtype for leaf in leaves])
+        if kernels is None:
+            return self.join(leaves) * factor.unsqueeze(1)
+        found: Tensor = kernels.join_scaled(self._flat(self._in_order(leaves)), self.dtype, factor)
+        return found
+
+    def split_scaled(
+        self, flat: Tensor, dtypes: Sequence[torch.dtype], factor: Tensor
+    ) -> list[Tensor]:
+        """`split` of the vector times a factor of each sample, (batch,); without autograd."""
+        kernels = self._kernels(flat, dtypes)
+        if kernels is None:
+            return self.split(flat * factor.unsqueeze(1), dtypes)
+        parts = kernels.split_scaled(flat, self.sizes, dtypes[0], factor)
+        return [self._shaped(part, i) for i, part in enumerate(parts)]
+
+    def norms(self, leaves: Sequence[Tensor]) -> Tensor | None:  # -> (batch,)
+        """Of the batched vector, where that need not be made for it; without autograd."""
+        kernels = self._kernels(leaves[0], [leaf.dtype for leaf in leaves])
+        if kernels is None or self.dtype == torch.float64:
+            return None
+        found: Tensor = kernels.norms(self._flat(self._in_order(leaves)), self.dtype)
+        return found
+
+    def _flat(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        return [part.reshape(self.batch, -1) for part in parts]
 
     def _kernels(self, x: Tensor, dtypes: Sequence[torch.dtype]) -> Any:
         """The module where `join` and `split` are one launch each; None where plain ones run."""

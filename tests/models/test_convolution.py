@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import conv2d
 
 from gdeq.models import convolution as module
-from gdeq.models.convolution import apart, convolution
+from gdeq.models.convolution import Pairs, apart, convolution, pair, transposed
 
 
 def problem(device, dtype=torch.float64, kernel=3):
@@ -34,6 +34,42 @@ def test_values_and_derivatives_of_both_orders(device, kernel, stride, padding):
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     assert torch.autograd.gradcheck(ours, (x, v))
     assert torch.autograd.gradgradcheck(ours, (x, v))
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("back", [True, False])
+def test_two_places_at_once_are_the_same(device, there, back):
+    x, v = problem(device)
+    x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
+    side = side_of(device)
+
+    def ours(x, v):
+        weight = 2 * v
+        with torch.no_grad():
+            pairs = Pairs(
+                pair(weight) if there else None, pair(transposed(weight)) if back else None
+            )
+        return apart(x, weight, 1, 1, side, pairs)
+
+    plain = conv2d(x, 2 * v, padding=1)
+    torch.testing.assert_close(ours(x, v), plain, rtol=1e-12, atol=1e-12)
+    found = torch.autograd.grad(ours(x, v).sin().sum(), (x, v))
+    wanted = torch.autograd.grad(plain.sin().sum(), (x, v))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(ours, (x, v))
+    assert torch.autograd.gradgradcheck(ours, (x, v))
+
+
+@pytest.mark.parametrize("width", [6, 5], ids=["pairs", "no pairs"])
+def test_without_autograd_two_places_at_once_are_the_same(width, device):
+    x = torch.randn(2, 15, 4, width, device=device, dtype=torch.float64)
+    x = x.to(memory_format=torch.channels_last)
+    weight = torch.randn(3, 15, 3, 3, device=device, dtype=torch.float64)
+    alone = convolution(x, weight, padding=1)
+    found = convolution(x, weight, padding=1, pairs=Pairs(pair(weight)))
+    torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
+    if width % 2 == 0:  # else the layout is cuDNN's choice
+        assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_no_weight_gradient_is_computed_for_the_input_alone(device, monkeypatch):

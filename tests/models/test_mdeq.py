@@ -434,6 +434,53 @@ def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
     assert all(getattr(module, "ready", None) is None for module in model.modules())
 
 
+@pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_the_head_with_zeros_beside_its_channels_computes_the_same(dtype, training, monkeypatch):
+    torch.manual_seed(0)
+    config = replace(MINIMAL, outer_norm="batch", head_channels=(3, 8, 6))
+    first = model_file.Head(config).train(training)
+    z = [torch.randn(3, c, h, h).to(dtype) for c, h in ((4, 8), (4, 4), (6, 2))]
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: dtype)
+    monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
+    names = list(first.state_dict())
+    outcomes = []
+    for multiple in (1, 8):
+        monkeypatch.setattr(layers, "MULTIPLE", multiple)
+        head = copy.deepcopy(first)
+        seen = []
+
+        def hook(_, given, y, seen=seen):
+            seen.append((given[0].shape[1], y.shape[1]))
+
+        for widen in head.widen:
+            for layer in widen.body:
+                if isinstance(layer, nn.Conv2d):
+                    layer.register_forward_hook(hook)
+        inputs = [part.clone().requires_grad_() for part in z]
+        with layers.made_ready(head, (head,), z[0]):
+            y = z[0].new_zeros(())
+            for widen, part in zip(head.widen, inputs, strict=True):
+                out = widen(part)
+                y = y + (out * torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype)).sum()
+        leaves = [*inputs, *head.widen.parameters()]
+        outcomes.append([y, *torch.autograd.grad(y, leaves), *head.buffers()])
+        assert list(head.state_dict()) == names
+        room = {3: 8, 6: 8} if multiple == 8 and training else {}
+        wide = [room.get(inner, inner) for inner in config.head_channels]
+        outer = [model_file.HEAD_EXPANSION * inner for inner in config.head_channels]
+        assert seen == [
+            pair
+            for c, inner, out in zip(config.channels, wide, outer, strict=True)
+            for pair in ((c, inner), (inner, inner), (inner, out))
+        ]
+        assert all(getattr(m, "room", None) is None for m in head.modules())
+    for a, b in zip(*outcomes, strict=True):
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        assert (a - b).double().norm() <= tolerance * b.double().norm() + 1e-5
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_scales_of_the_head_side_by_side_compute_the_same(monkeypatch):
     device = torch.device("cuda")

@@ -12,9 +12,9 @@ if not torch.cuda.is_available():  # before Triton is imported
 
 import pytest
 
-from gdeq import DEQ, JFB, Broyden, hold
+from gdeq import DEQ, GDEQ, JFB, Broyden, hold
 from gdeq.kernels import available, norms, weights
-from gdeq.models import MDEQCell, MDEQConfig, mdeq_fused, mdeq_weights
+from gdeq.models import MDEQCell, MDEQConfig, convolution, mdeq_fused, mdeq_weights
 from gdeq.models.mdeq_config import named
 from gdeq.models.mdeq_fused import applies, as_buffer, fused_forward
 from gdeq.models.mdeq_weights import Prepared, prepare
@@ -133,20 +133,6 @@ def test_large(device):
     close(gradients(fused, z, injection, directions), gradients(plain, z, injection, directions))
 
 
-@pytest.mark.parametrize("width", [6, 5], ids=["pairs", "no pairs"])
-def test_reducing_two_places_at_once_is_the_same(width, device):
-    inner = torch.randn(2, 15, 4, width, device=device, dtype=torch.float64)
-    inner = inner.to(memory_format=torch.channels_last)
-    weight = torch.randn(3, 15, 3, 3, device=device, dtype=torch.float64)
-    norm = mdeq_weights.Norm(1, None, None, 1e-5)
-    block = mdeq_weights.BlockWeights(weight, norm, weight, norm, norm)
-    alone = mdeq_fused._reduced(inner, block)
-    found = mdeq_fused._reduced(inner, replace(block, paired=mdeq_weights.pair(weight)))
-    torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
-    if width % 2 == 0:  # else the layout is cuDNN's choice
-        assert found.is_contiguous(memory_format=torch.channels_last)
-
-
 def test_dropout_outside_a_solve_draws_the_same(device):
     plain, fused, z, injection = problem(replace(LITTLE, dropout=0.3), (4, 4), device)
     results = []
@@ -198,24 +184,71 @@ def test_a_solve_finds_the_same(device):
     close(results[1], results[0], tolerance=1e-3)
 
 
+def aside_on_all_devices(x, weight, stride=1, padding=0, pairs=None):
+    if not torch.is_grad_enabled():
+        return convolution.convolution(x, weight, stride, padding, pairs)
+    return convolution.apart(x, weight, stride, padding, None, pairs)
+
+
+def test_what_nobody_asks_for_is_not_computed(device, monkeypatch):
+    _, fused, _, injection = problem(replace(LITTLE, blocks=2), (4, 4), device)
+    injection = injection.requires_grad_() * 1.0
+    computed, ends = [], []
+    real, end = convolution._backward, norms.residual.BlockEnd.launch_backward
+
+    def counted(*args):
+        computed.append(args[-1])
+        return real(*args)
+
+    def watched(self, maps, vectors, out, stats, dout, sums, wanted, others=()):
+        _, _, injected, z = (bool(one) for one in wanted[:4])
+        ends.append((injected, z))
+        return end(self, maps, vectors, out, stats, dout, sums, wanted, others)
+
+    monkeypatch.setattr(convolution, "_backward", counted)
+    monkeypatch.setattr(norms.residual.BlockEnd, "launch_backward", watched)
+    monkeypatch.setattr(mdeq_fused, "convolution", aside_on_all_devices)
+    deq = DEQ(fused, Broyden(max_iter=3, tol=0.0), GDEQ(refine=1))
+    results, products = [], []
+    for inputs in (None, list(fused.parameters())):
+        fused.zero_grad()
+        computed.clear()
+        ends.clear()
+        sum(part.square().sum() for part in deq(injection)).backward(inputs=inputs)
+        results.append([parameter.grad for parameter in fused.parameters()])
+        products.append(computed.count(0))
+        # Two scales of two blocks each, in the product with Jᵀ and then in the pass to all else.
+        assert not any(injected for injected, _ in ends[:4])
+        assert all(z for _, z in ends[:4])
+        assert sum(injected for injected, _ in ends[4:]) == (inputs is None)
+        assert sum(z for _, z in ends[4:]) == (4 if inputs is None else 2)
+        assert (deq.solution.backward.residual is None) == (inputs is not None)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+    assert products[0] - products[1] == 2  # the first convolution of each scale
+
+
 def test_a_solve_with_pairs_of_places_finds_the_same(device, monkeypatch):
-    """Pairs are for the solve alone: what is differentiated has the weights as they are."""
+    """In the solve, in the evaluation that is differentiated, and in its gradients."""
     _, fused, z, injection = problem(replace(FEW, dropout=0.0), (8, 8), device)
-    convolutions = []
+    paired = []
+    real = convolution.in_pairs
 
-    def counted(*args, **options):
-        convolutions.append(args)
-        return torch.conv2d(*args, **options)
+    def counted(*args):
+        paired.append(args)
+        return real(*args)
 
-    monkeypatch.setattr(mdeq_fused, "conv2d", counted)
-    monkeypatch.setattr(mdeq_weights, "pays", lambda weight: len(weight) <= 4)
-    with hold(fused):
-        with torch.no_grad():
-            found = fused(z, injection)
-        assert len(convolutions) == 4  # two scales of 4 channels, two blocks each
-        alone = fused(z, injection)
-    assert len(convolutions) == 4
-    close(found, alone, tolerance=1e-5)
+    monkeypatch.setattr(convolution, "in_pairs", counted)
+    monkeypatch.setattr(mdeq_fused, "convolution", aside_on_all_devices)
+    directions = [torch.randn_like(part) for part in z]
+    results = []
+    for most in (0, 4):
+        monkeypatch.setattr(mdeq_weights, "pays", lambda weight, outputs, _, n=most: outputs <= n)
+        paired.clear()
+        results.append(gradients(fused, z, injection, directions))
+        # Two scales of 4 channels, two blocks each: f without and with autograd, and back.
+        assert len(paired) == 3 * most
+    close(results[1], results[0], tolerance=1e-5)
 
 
 # ---- half precision

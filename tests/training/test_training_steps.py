@@ -639,3 +639,20 @@ def test_bf16_trains(tmp_path, few_images):
     config = configs.load("digits", [*TINY, "epochs=1", "precision=bf16"])
     runs.train(tmp_path / "run", config)
     assert all(math.isfinite(r["train_loss"]) for r in training_runs.metrics(tmp_path / "run")[-1:])
+
+
+def test_the_residual_is_measured_at_every_so_many_steps(trainer):
+    """What is left out changes nothing else."""
+    results = []
+    for every in (1, 2):
+        made = trainer(f"measure_every={every}", "gradient.refine=1", "solver.tol=0")
+        batch = next(iter(made.train_batches.epoch(0)))[1]
+        seen = []
+        for _ in range(4):
+            made.one_step(*batch)
+            seen.append(made.model.deq.solution.backward.residual is not None)
+        results.append([parameter.detach().clone() for parameter in made.model.parameters()])
+        assert seen == [step % every == 0 for step in range(4)]
+        assert made.sums.read(CPU)["backward_residual"] > 0
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)

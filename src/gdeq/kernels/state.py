@@ -1,6 +1,6 @@
 """The tensors of a state as one batched vector and back, in one launch each way.
 
-`StateSpace._join` and `StateSpace._split` are the plain twins.  *Parts* here are the tensors of a
+`StateSpace.join` and `StateSpace.split` are the plain twins.  *Parts* here are the tensors of a
 state with their dimensions in the order of memory, as ``(batch, size)`` each.  A program moves one
 chunk of one part of one sample, and casts it on the way.
 """
@@ -29,14 +29,55 @@ MOST_SAMPLES = 65535  # of a grid's second dimension
 def _move(
     rows, parts, table,
     at1: tl.int64, at2: tl.int64, at3: tl.int64, at4: tl.int64, at5: tl.int64, at6: tl.int64,
-    at7: tl.int64, d,
-    JOIN: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    at7: tl.int64, d, factor,
+    JOIN: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """parts: the first one; the others lie at1, at2, ... numbers from it, wherever that is.
 
+    factor: of each sample, if SCALED.
     ALIGNED: all those distances, and all sizes, are multiples of 16 (as in `kernels.product`).
     """
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    lane, row, size, offset, length, at = _chunk(
+        table, chunk, at1, at2, at3, at4, at5, at6, at7, ALIGNED, BLOCK
+    )
+    inside = lane < length
+    in_rows = rows + (b * d + row + lane)
+    in_parts = parts + (at + b * size + offset + lane)
+    if JOIN:
+        value = tl.load(in_parts, mask=inside).to(rows.dtype.element_ty)
+        if SCALED:
+            value *= tl.load(factor + b)
+        tl.store(in_rows, value, mask=inside)
+    else:
+        value = tl.load(in_rows, mask=inside)
+        if SCALED:
+            value *= tl.load(factor + b)
+        tl.store(in_parts, value.to(parts.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["at1", "at2", "at3", "at4", "at5", "at6", "at7"])
+def _squares(
+    parts, table, partial,
+    at1: tl.int64, at2: tl.int64, at3: tl.int64, at4: tl.int64, at5: tl.int64, at6: tl.int64,
+    at7: tl.int64,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Σ x² of one chunk; partial: (batch, chunks) in float64."""
+    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    lane, _row, size, offset, length, at = _chunk(
+        table, chunk, at1, at2, at3, at4, at5, at6, at7, ALIGNED, BLOCK
+    )
+    value = tl.load(parts + (at + b * size + offset + lane), mask=lane < length, other=0.0)
+    wide = value.to(tl.float32).to(tl.float64)
+    tl.store(partial + b * tl.num_programs(0) + chunk, tl.sum(wide * wide, 0))
+
+
+@triton.jit
+def _chunk(
+    table, chunk, at1, at2, at3, at4, at5, at6, at7, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Where it is in a row, in its part, and where that lies; with the lanes of its numbers."""
     part = tl.load(table + chunk * 5)
     row = tl.load(table + chunk * 5 + 1)
     size = tl.load(table + chunk * 5 + 2)
@@ -54,16 +95,7 @@ def _move(
         row, size = tl.multiple_of(row, 16), tl.multiple_of(size, 16)
         offset, length = tl.multiple_of(offset, 16), tl.multiple_of(length, 16)
         at = tl.multiple_of(at, 16)
-    lane = tl.arange(0, BLOCK)
-    inside = lane < length
-    in_rows = rows + (b * d + row + lane)
-    in_parts = parts + (at + b * size + offset + lane)
-    if JOIN:
-        value = tl.load(in_parts, mask=inside)
-        tl.store(in_rows, value.to(rows.dtype.element_ty), mask=inside)
-    else:
-        value = tl.load(in_rows, mask=inside)
-        tl.store(in_parts, value.to(parts.dtype.element_ty), mask=inside)
+    return tl.arange(0, BLOCK), row, size, offset, length, at
 
 
 @cache
@@ -97,11 +129,43 @@ def split(rows: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor
     return list(_Split.apply(rows, tuple(sizes), dtype))
 
 
-def split_buffer(rows: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+def join_scaled(parts: Sequence[Tensor], dtype: torch.dtype, factor: Tensor) -> Tensor:
+    """`join` times a factor of each sample, (batch,) in this dtype; without autograd."""
+    rows = parts[0].new_empty(len(parts[0]), sum(part.shape[1] for part in parts), dtype=dtype)
+    _launch(rows, [part.contiguous() for part in parts], True, factor)
+    return rows
+
+
+def split_scaled(
+    rows: Tensor, sizes: Sequence[int], dtype: torch.dtype, factor: Tensor
+) -> list[Tensor]:
+    """`split` of the rows times a factor, (batch,) in their dtype; without autograd."""
+    buffer = split_buffer(rows, sizes, dtype, factor)
+    pieces = buffer.split([len(rows) * size for size in sizes])
+    return [piece.view(len(rows), -1) for piece in pieces]
+
+
+def norms(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # -> (batch,)
+    """Euclidean norms of their rows beside each other, summed in float64; not of float64."""
+    parts = [part.contiguous() for part in parts]
+    sizes, at = tuple(part.shape[1] for part in parts), _distances(parts)
+    table, first = _table(sizes, parts[0].device), parts[0]
+    partial = torch.empty(len(first), len(table), dtype=torch.float64, device=first.device)
+    with on_device(first):
+        _squares[len(table), len(first)](
+            first, table, partial, *at,
+            ALIGNED=_aligned(sizes, at), BLOCK=BLOCK, num_warps=WARPS,
+        )  # fmt: skip
+    return partial.sum(1).sqrt_().to(dtype)
+
+
+def split_buffer(
+    rows: Tensor, sizes: Sequence[int], dtype: torch.dtype, factor: Tensor | None = None
+) -> Tensor:
     """The one buffer, (batch·d,), of what `split` returns; without autograd."""
     buffer = rows.new_empty(rows.numel(), dtype=dtype)
     pieces = buffer.split([len(rows) * size for size in sizes])
-    _launch(rows.contiguous(), [piece.view(len(rows), -1) for piece in pieces], joins=False)
+    _launch(rows.contiguous(), [piece.view(len(rows), -1) for piece in pieces], False, factor)
     return buffer
 
 
@@ -135,18 +199,26 @@ class _Split(torch.autograd.Function):
         return _Join.apply(ctx.dtype, *parts), None, None
 
 
-def _launch(rows: Tensor, parts: list[Tensor], joins: bool) -> None:
-    sizes = tuple(part.shape[1] for part in parts)
-    first = parts[0]
-    unused = [first] * (MOST_PARTS - len(parts))
-    at = [
-        (part.data_ptr() - first.data_ptr()) // first.element_size()
-        for part in [*parts[1:], *unused]
-    ]
+def _launch(rows: Tensor, parts: list[Tensor], joins: bool, factor: Tensor | None = None) -> None:
+    sizes, at = tuple(part.shape[1] for part in parts), _distances(parts)
     table = _table(sizes, rows.device)
     with on_device(rows):
         _move[len(table), len(rows)](
-            rows, first, table, *at, rows.shape[1],
-            JOIN=joins, ALIGNED=all(number % ALIGNMENT == 0 for number in (*sizes, *at)),
+            rows, parts[0], table, *at, rows.shape[1], factor,
+            JOIN=joins, SCALED=factor is not None, ALIGNED=_aligned(sizes, at),
             BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
+
+
+def _distances(parts: Sequence[Tensor]) -> list[int]:
+    """Of the others from the first, in numbers."""
+    first = parts[0]
+    unused = [first] * (MOST_PARTS - len(parts))
+    return [
+        (part.data_ptr() - first.data_ptr()) // first.element_size()
+        for part in [*parts[1:], *unused]
+    ]
+
+
+def _aligned(sizes: Sequence[int], at: Sequence[int]) -> bool:
+    return all(number % ALIGNMENT == 0 for number in (*sizes, *at))

@@ -9,6 +9,7 @@ weights are channels-last views:
 
     shared input    rows of all convolutions one below another
     own inputs      the same, but each row is as wide as all inputs together, 0 outside its own
+    room            rows of zeros below, or zeros at the end of each row, up to a number
 
 Backward, with the gradient e of a row of w:
 
@@ -63,10 +64,25 @@ class Merged:
     """Convolutions that run as one.
 
     own_inputs: each has channels of its own as input, one after another; else all share theirs.
+    outputs, inputs: of the merged weight at least; what nobody has is zero.
     """
 
     parts: tuple[Convolution, ...]
     own_inputs: bool = False
+    outputs: int = 0
+    inputs: int = 0
+
+    @property
+    def form(self) -> tuple[bool, int, int]:
+        """All but the parts."""
+        return self.own_inputs, self.outputs, self.inputs
+
+    def size(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        counts = [part.weight.shape[1] for part in self.parts]
+        outputs = sum(len(part.weight) for part in self.parts)
+        inputs = sum(counts) if self.own_inputs else counts[0]
+        return max(self.outputs, outputs), max(self.inputs, inputs)
 
 
 def merge_plain(merged: Sequence[Merged], dtype: torch.dtype) -> list[Tensor]:
@@ -83,6 +99,9 @@ def _merge_one(entry: Merged, dtype: torch.dtype) -> Tensor:
             for i, weight in enumerate(weights)
         ]
     joined = weights[0] if len(weights) == 1 else torch.cat(weights)
+    outputs, inputs = entry.size()
+    if joined.shape[:2] != (outputs, inputs):
+        joined = pad(joined, (0, 0, 0, 0, 0, inputs - joined.shape[1], 0, outputs - len(joined)))
     return joined.to(dtype, memory_format=torch.channels_last)
 
 
@@ -247,8 +266,7 @@ class Plan:
             height, width = entry.parts[0].weight.shape[2:]
             pixels = int(height * width)
             counts = [part.weight.shape[1] for part in entry.parts]
-            inputs = sum(counts) if entry.own_inputs else counts[0]
-            outputs = sum(len(part.weight) for part in entry.parts)
+            outputs, inputs = entry.size()
             self.views.append((out_size, (outputs, height, width, inputs)))
             above = 0
             for i, part in enumerate(entry.parts):
@@ -270,6 +288,14 @@ class Plan:
                 grad_size += _aligned(weight.numel())
                 rows += len(weight)
                 above += len(weight)
+            if above < outputs:  # rows without inputs are zero
+                index = torch.arange(above, outputs)
+                block = torch.zeros(10, len(index), dtype=torch.int64)
+                block[0] = entry.parts[0].weight.data_ptr()  # of which nothing is read
+                block[2] = out_size + index * pixels * inputs
+                block[7], block[9] = inputs, pixels
+                blocks.append(block)
+                rows += len(index)
             out_size += _aligned(outputs * pixels * inputs)
         self.rows, self.out_size, self.grad_size = rows, out_size, grad_size
         table = torch.cat(blocks, dim=1)
@@ -294,7 +320,7 @@ class Plans:
     def find(self, merged: Sequence[Merged], tensors: Sequence[Tensor]) -> Plan:
         device = tensors[0].device
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        form = tuple((len(entry.parts), entry.own_inputs) for entry in merged)
+        form = tuple((len(entry.parts), *entry.form) for entry in merged)
         key = (device, form, _address(tensors))
         plan = self._known.get(key)
         if plan is None:
@@ -388,7 +414,7 @@ class _Merge(torch.autograd.Function):
         ctx.save_for_backward(norms, *tensors)
         # Without the tensors: they would be kept beyond the graph's own release.
         ctx.plan, ctx.dtype = plan, dtype
-        ctx.form = [([part.gain is not None for part in e.parts], e.own_inputs) for e in merged]
+        ctx.form = [([part.gain is not None for part in e.parts], e.form) for e in merged]
         return tuple(plan.outputs(buffer))
 
     @staticmethod
@@ -400,9 +426,9 @@ class _Merge(torch.autograd.Function):
             def plain(*tensors: Tensor) -> list[Tensor]:
                 rest = iter(tensors)
                 merged = []
-                for gains, own_inputs in ctx.form:
+                for gains, form in ctx.form:
                     parts = (Convolution(next(rest), next(rest) if g else None) for g in gains)
-                    merged.append(Merged(tuple(parts), own_inputs))
+                    merged.append(Merged(tuple(parts), *form))
                 return merge_plain(merged, ctx.dtype)
 
             return None, None, None, *differentiable(plain, tensors, wanted, incoming)

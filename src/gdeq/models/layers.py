@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from gdeq.kernels.norms import (
 )
 from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
 from gdeq.models.convolution import convolution
+
+MULTIPLE = 8  # channels that cuDNN's fast kernels want; 1: none beside, for comparisons
 
 
 def conv(inner: int, outer: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -80,7 +83,12 @@ class GroupNorm(nn.GroupNorm):
 
 
 class BatchNorm2d(nn.BatchNorm2d):
-    """The same; in training in few kernels where those run, with a ReLU if asked."""
+    """The same; in training in few kernels where those run, with a ReLU if asked.
+
+    room: channels of x, while `made_ready` is open; those beyond its own are zeros, and stay zeros.
+    """
+
+    room: int | None = None
 
     def forward(self, x: Tensor, relu: bool = False) -> Tensor:
         if self.runs_as_kernels(x):
@@ -89,9 +97,13 @@ class BatchNorm2d(nn.BatchNorm2d):
         return torch.relu(y) if relu else y
 
     def runs_as_kernels(self, x: Tensor) -> bool:
-        of_batch = self.training or (self.running_mean is None and self.running_var is None)
-        fits = x.dim() == 4 and x.shape[1] == self.num_features  # else PyTorch's error
-        return batch.enabled and of_batch and fits and runs_as_kernels(x)
+        channels = self.room or self.num_features
+        fits = x.dim() == 4 and x.shape[1] == channels  # else PyTorch's error
+        return batch.enabled and self.of_batch() and fits and runs_as_kernels(x)
+
+    def of_batch(self) -> bool:
+        """Whether its statistics are those of the batch."""
+        return self.training or (self.running_mean is None and self.running_var is None)
 
     def source(self, x: Tensor) -> BatchSource:
         running = None
@@ -160,12 +172,24 @@ def _source(layers: nn.Module, norm: GroupNorm, x: Tensor) -> Source:
 def made_ready(owner: nn.Module, parts: Sequence[nn.Module], x: Tensor) -> Iterator[None]:
     """While open, the convolutions and norms of these parts of ``owner`` have their parameters as
     kernels take them, made in one launch for all: weights cast and ordered, and scales and shifts
-    for each sample of the batch x, so that one reduction sums all their gradients."""
+    for each sample of the batch x, so that one reduction sums all their gradients.
+
+    Where cuDNN would copy what is between two convolutions to have zeros beside its channels, these
+    are there already (`_rooms`)."""
     modules = [module for part in parts for module in part.modules()]
     convs = [m for m in modules if isinstance(m, Conv2d) and "weight" in m._parameters]
     norms = [m for m in modules if isinstance(m, GroupNorm) and m.affine]
     dtype = torch.get_autocast_dtype(x.device.type)
-    merged = [Merged((Convolution(conv.weight),)) for conv in convs]
+    rooms = _rooms([module for module in modules if isinstance(module, Layers)])
+    outputs, inputs = ({id(room[i]): room[3] for room in rooms} for i in (0, 2))
+    merged = [
+        Merged(
+            (Convolution(conv.weight),),
+            outputs=outputs.get(id(conv), 0),
+            inputs=inputs.get(id(conv), 0),
+        )
+        for conv in convs
+    ]
     vectors = [vector for norm in norms for vector in (norm.weight, norm.bias)]
     with torch.autocast(x.device.type, enabled=False):
         weights = merge(merged, dtype, plans_of(owner))
@@ -175,12 +199,42 @@ def made_ready(owner: nn.Module, parts: Sequence[nn.Module], x: Tensor) -> Itera
             conv.ready = weight
         for norm, scale, shift in zip(norms, spread[::2], spread[1::2], strict=True):
             norm.ready = (scale, shift)
+        for _, between, _, channels in rooms:
+            between.room = channels
         yield
     finally:
         for conv in convs:
             conv.ready = None
         for norm in norms:
             norm.ready = None
+        for _, between, _, _ in rooms:
+            between.room = None
+
+
+def _rooms(parts: Sequence[Layers]) -> list[tuple[Conv2d, BatchNorm2d, Conv2d, int]]:
+    """Convolution, norm, ReLU, convolution, and the channels between them with zeros beside.
+
+    A channel of zeros is its own batch norm, if that neither scales nor shifts.  Groups of channels
+    would not be the same with zeros.
+    """
+    found = []
+    for part in parts:
+        layers: list[Any] = list(part)
+        for one, norm, act, two in zip(layers, layers[1:], layers[2:], layers[3:], strict=False):
+            if not (_has_room(one) and _has_room(two) and type(act) is nn.ReLU):
+                continue
+            if type(norm) is not BatchNorm2d or norm.affine or not norm.of_batch():
+                continue
+            room = -(-one.out_channels // MULTIPLE) * MULTIPLE
+            if batch.enabled and norm.num_features == two.in_channels < room:
+                found.append((one, norm, two, room))
+    return found
+
+
+def _has_room(layer: nn.Module) -> bool:
+    """Of one group and without a bias, whose weight `made_ready` makes."""
+    plain = type(layer) is Conv2d and layer.groups == 1 and layer.bias is None
+    return plain and "weight" in layer._parameters
 
 
 def ready_tensors(part: nn.Module) -> tuple[Tensor | tuple[Tensor, Tensor], ...]:

@@ -30,10 +30,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d
 
 from gdeq import kernels
-from gdeq.kernels.norms import Source, block_end, fuse, norm_act, per_sample
+from gdeq.kernels.norms import Source, block_end_for, fuse, norm_act, per_sample
 from gdeq.models.branches import Parallel, Serial
 from gdeq.models.convolution import convolution
 from gdeq.models.mdeq_weights import BlockWeights, Norm, Prepared, Weights
@@ -88,10 +87,13 @@ def evaluate(
             branches.reads(
                 weights.blocks[j], weights.downs[j], weights.posts[j], z[j], inputs[j], *masks[j]
             )
-            y = _blocks(weights.blocks[j], z[j], inputs[j], given, masks[j], alive)
+            readers = 1 + bool(weights.downs[j]) + (weights.ups[j] is not None)
+            y, *others = _blocks(
+                weights.blocks[j], z[j], inputs[j], given, masks[j], readers, alive
+            )
             streams_out.append(y)
             branches.mark(j)
-            passing = y
+            passing = others.pop() if weights.downs[j] else y
             for level, down in enumerate(weights.downs[j], start=1):
                 joined = convolution(passing, down.conv, stride=2, padding=1)
                 alive.append(joined)
@@ -109,7 +111,7 @@ def evaluate(
             with branches.on(len(z) - 1 + j):
                 branches.await_(j)
                 branches.reads(y, up.conv)
-                joined = convolution(y, up.conv)
+                joined = convolution(others.pop(), up.conv)
                 alive.append(joined)
                 parts = joined.split(up.channels, dim=1) if j > 1 else [joined]
                 for i, (part, norm) in enumerate(zip(parts, up.norms, strict=True)):
@@ -156,15 +158,21 @@ def _blocks(
     half: Tensor,
     injection: Tensor | None,
     masks: Sequence[Tensor | None],
+    readers: int,
     alive: list[Any],
-) -> Tensor:
-    """The residual blocks of one scale.  half: z in the dtype of the convolutions."""
+) -> list[Tensor]:
+    """The residual blocks of one scale.  half: z in the dtype of the convolutions.
+
+    The result is given once for each of its readers.
+    """
+    results = [half]
     for i, (block, mask) in enumerate(zip(blocks, masks, strict=True)):
-        expanded = convolution(half, block.expand, padding=1)
+        expanded = convolution(half, block.expand, padding=1, pairs=block.expand_pairs)
         inner = _normalised(expanded, block.expand_norm, relu=True)
-        reduced = _reduced(inner, block)
+        reduced = convolution(inner, block.reduce, padding=1, pairs=block.reduce_pairs)
         norms = block.reduce_norm, block.sum_norm
-        z = half = block_end(
+        results = block_end_for(
+            readers if i == len(blocks) - 1 else 1,
             reduced,
             mask,
             injection if i == 0 else None,
@@ -174,17 +182,9 @@ def _blocks(
             norms[0].groups,
             norms[0].eps,
         )
+        z = half = results[0]
         alive += [expanded, inner, reduced, half]
-    return half
-
-
-def _reduced(inner: Tensor, block: BlockWeights) -> Tensor:
-    if block.paired is None or inner.shape[3] % 2:
-        return convolution(inner, block.reduce, padding=1)
-    y = conv2d(inner, block.paired, stride=(1, 2), padding=1)
-    batch, outputs, height, half = y.shape
-    y = y.permute(0, 2, 3, 1).reshape(batch, height, 2 * half, outputs // 2)
-    return y.permute(0, 3, 1, 2)
+    return results
 
 
 def _normalised(

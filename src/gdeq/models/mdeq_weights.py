@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
 from gdeq.models.branches import Parallel, Serial
+from gdeq.models.convolution import Pairs, pair, transposed
 from gdeq.models.parts import map_parts
 from gdeq.regularize import Held, _WeightNorm
 
@@ -36,7 +37,8 @@ class BlockWeights:
     reduce: Tensor
     reduce_norm: Norm
     sum_norm: Norm
-    paired: Tensor | None = None  # `reduce` for two places at once (`pair`)
+    expand_pairs: Pairs | None = None
+    reduce_pairs: Pairs | None = None
 
 
 @dataclass(frozen=True)
@@ -76,38 +78,35 @@ class Weights:
     def detach(self) -> Weights:
         return map_parts(self, Tensor, Tensor.detach)
 
-    def for_solving(self) -> Weights:
-        """Without autograd, and where it is faster for pairs of places."""
+    def in_pairs(self) -> Weights:
+        """With those of pairs of places, where these are faster."""
 
         def change(block: BlockWeights) -> BlockWeights:
-            return replace(block, paired=pair(block.reduce)) if pays(block.reduce) else block
+            pairs = pairs_of(block.expand), pairs_of(block.reduce)
+            return replace(block, expand_pairs=pairs[0], reduce_pairs=pairs[1])
 
-        found = self.detach()
         return replace(
-            found, blocks=tuple(tuple(change(block) for block in scale) for scale in found.blocks)
+            self, blocks=tuple(tuple(change(block) for block in scale) for scale in self.blocks)
         )
 
 
 PAIRED = 64  # outputs up to which a convolution is made one of twice as many
+BACK_PAIRED = 32  # the same of a gradient's: cuDNN's own kernels for those of 64 are good
 HALF = (torch.bfloat16, torch.float16)
 
 
-def pays(weight: Tensor) -> bool:
-    """Whether `pair` makes it faster."""
-    return weight.is_cuda and weight.dtype in HALF and len(weight) <= PAIRED
+def pays(weight: Tensor, outputs: int, most: int) -> bool:
+    """Whether a convolution with so many outputs is faster for two places at once."""
+    return weight.is_cuda and weight.dtype in HALF and outputs <= most
 
 
-def pair(weight: Tensor) -> Tensor:  # (k, c, 3, 3) -> (2 k, c, 3, 4)
-    """Output i at place 2j + p is output p·k + i at place j of a convolution with stride (1, 2).
-
-    Channels-last, both results are the same memory.  cuDNN has faster kernels for 64 and 128
-    outputs than for 32 and 64; it is 12/9 of the arithmetic.
-    """
-    k, c, height, width = weight.shape
-    wide = weight.new_zeros(2, k, height, width + 1, c)
-    for place in range(2):
-        wide[place, :, :, place : place + width] = weight.permute(0, 2, 3, 1)
-    return wide.flatten(0, 1).permute(0, 3, 1, 2)
+@torch.no_grad()
+def pairs_of(weight: Tensor) -> Pairs | None:
+    """Of a 3×3 convolution that keeps the resolution, where that is faster."""
+    k, c = weight.shape[:2]
+    there = pair(weight) if pays(weight, k, PAIRED) else None
+    back = pair(transposed(weight)) if pays(weight, c, BACK_PAIRED) else None
+    return None if there is None and back is None else Pairs(there, back)
 
 
 def prepare(cell: MDEQCell, dtype: torch.dtype) -> Weights:
@@ -213,9 +212,11 @@ class Prepared(Held):
     """
 
     def weights(self, cell: MDEQCell, dtype: torch.dtype) -> Weights:
-        return self._kept(
-            ("weights", dtype), None, lambda: prepare(cell, dtype), Weights.for_solving
-        )
+        def make() -> Weights:
+            found = prepare(cell, dtype)
+            return found if self._depth == 0 else found.in_pairs()  # not for one evaluation
+
+        return self._kept(("weights", dtype), None, make, Weights.detach)
 
     def injection(self, injection: Tensor, dtype: torch.dtype) -> Tensor:
         if injection.is_inference():  # has no version, so that changes would not be noticed

@@ -12,7 +12,7 @@ Recipe = dict[str, str]
 
 # These do not make another experiment: repeats, the table's own columns, housekeeping.
 ASIDE = {"seed", "device", "pretrain_steps", "pretrain_layers"}
-ASIDE |= {"log_every", "test_every", "checkpoint_seconds", "snapshots"}
+ASIDE |= {"measure_every", "log_every", "test_every", "checkpoint_seconds", "snapshots"}
 # A time is compared with another only where all of these agree.
 WORKLOAD = ("data", "model.size", "batch_size", "precision", "device", "processes")
 TOLD_AT_MOST = 3

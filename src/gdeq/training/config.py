@@ -206,6 +206,7 @@ class Config:
     jacobian_step: float | None = None  # penalty by differences of this share of z; else exact
     residual_weight: float = 0.0  # weight of the residual penalty, which draws f(z) to z
     residual_every: int = 5  # the residual penalty is taken at every so many steps
+    measure_every: int = 1  # the gradient's residual is measured at every so many steps
     log_every: int = 10  # steps from one line of metrics to the next
     test_every: int = 1  # epochs from one test to the next; the last one is always tested
     checkpoint_seconds: float = 60.0  # from one checkpoint to the next
@@ -236,6 +237,7 @@ class Config:
         check_integer(self, "residual_every", 1)
         if self.jacobian_step is not None:
             check_real(self, "jacobian_step", 0.0, open_low=True)
+        check_integer(self, "measure_every", 1)
         check_integer(self, "log_every", 1)
         check_integer(self, "test_every", 1)
         check_real(self, "checkpoint_seconds", 0.0)

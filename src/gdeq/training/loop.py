@@ -87,6 +87,7 @@ class Trainer:
         alone = device.type == "cuda" and process.world_size == 1
         self.recordings = Recordings(config.graph and alone, shared=adapt.enabled)
         self.penalised: tuple[str, ...] = ()  # the penalties of the step under way
+        self.measured = True  # its gradient's residual is
         # Their weights; on a GPU a step reads them where they lie.
         self.penalty_weights: dict[str, float | Tensor] = {
             name: torch.zeros((), device=device) if device.type == "cuda" else 0.0
@@ -297,7 +298,7 @@ class Trainer:
     def one_step(self, images: Tensor, labels: Tensor) -> None:
         self._prepare(self.step)
         unrolled = self.model.deq.solver is None
-        way: tuple[Any, ...] = (unrolled, self.penalised)
+        way: tuple[Any, ...] = (unrolled, self.penalised, self.measured)
         if self.controller is not None and not unrolled:
             choice = self.controller.choice
             way += (choice.steps, choice.refine)
@@ -336,6 +337,9 @@ class Trainer:
             for name, (weight, every) in wanted.items()
             if solved and weight > 0 and step % every == 0
         )
+        # (Of DistributedDataParallel all gradients are asked for, in the way it knows.)
+        alone = self.wrapped is self.model
+        self.measured = not alone or step % config.measure_every == 0
         for name in self.penalised:
             weight, kept = wanted[name][0], self.penalty_weights[name]
             if isinstance(kept, Tensor):
@@ -359,7 +363,9 @@ class Trainer:
                 penalty = self._penalty(name, *injections)
                 objective = objective + self.penalty_weights[name] * penalty
         self.optimizer.zero_grad(set_to_none=True)
-        objective.backward()
+        # The way down to z, which measures the residual, is none to the parameters.
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        objective.backward(inputs=None if self.measured else parameters)
         self.clip_gradients()
         self.optimizer.step()
         self.sums.add(logits.detach(), labels, loss.detach(), model)

@@ -9,7 +9,8 @@ These are bound by memory, so each reads its input once and writes its output on
 (all pixels of a sample) × (some groups) fits into registers.  Where it does not, the pixels go by
 in chunks, once for the statistics and once more for the result; the second read comes from cache.
 For groups of 20, 40, 80 … channels norm_act has kernels of its own: split.py forward in half
-precision, held.py backward in bfloat16.
+precision, held.py backward in bfloat16.  Where no number of a tile is masked, so have block_end in
+bfloat16, held_block_forward.py and held_block.py backward, and fuse backward, fusion_whole.py.
 
 Variance is Σ(x − mean)², never E[x²] − mean².  Chunks a, b of n_a, n_b numbers are joined by
 
@@ -33,7 +34,7 @@ and sums the gradients of all of them over the batch at once.
 from gdeq.kernels.norms.affine import per_sample, per_sample_plain
 from gdeq.kernels.norms.batch import BatchSource, Running, batch_norms, batch_norms_plain
 from gdeq.kernels.norms.fusion import Source, fuse, fuse_plain
-from gdeq.kernels.norms.residual import block_end, block_end_plain
+from gdeq.kernels.norms.residual import block_end, block_end_for, block_end_plain
 from gdeq.kernels.norms.single import norm_act, norm_act_plain
 from gdeq.kernels.norms.tensors import empty_channels_last
 from gdeq.kernels.norms.tiles import TUNING, choose_tile
@@ -46,6 +47,7 @@ __all__ = [
     "batch_norms",
     "batch_norms_plain",
     "block_end",
+    "block_end_for",
     "block_end_plain",
     "choose_tile",
     "empty_channels_last",

@@ -67,7 +67,10 @@ TUNING = {
 
 @dataclass(frozen=True)
 class Running:
-    """The buffers of an nn.BatchNorm2d in training, which each evaluation moves."""
+    """The buffers of an nn.BatchNorm2d in training, which each evaluation moves.
+
+    Of the first channels, if they are shorter: the others are zeros without a norm of their own.
+    """
 
     mean: Tensor  # (channels,)
     var: Tensor  # (channels,), unbiased
@@ -106,9 +109,11 @@ def batch_norms_plain(
             elif running.batches is not None:
                 share = 1.0 / float(running.batches)
         mean, var = (None, None) if running is None else (running.mean, running.var)
-        total = total + functional.batch_norm(
-            wide, mean, var, scale, shift, True, share, source.eps
-        )
+        known = wide if mean is None else wide[:, : len(mean)]
+        norm = functional.batch_norm(known, mean, var, scale, shift, True, share, source.eps)
+        if norm.shape != wide.shape:
+            norm = functional.pad(norm, (0, 0, 0, 0, 0, wide.shape[1] - norm.shape[1]))
+        total = total + norm
     return deliver(torch.relu(total) if relu else total, None, dtype or sources[0].x.dtype)
 
 
@@ -130,7 +135,8 @@ def batch_norms(
         and first.numel() > first.shape[1]  # else PyTorch's error: one number has no variance
         and runs(*tensors, *buffers)
         and all(_is_vector(t, first.shape[1]) for t in (*tensors[1::3], *tensors[2::3]))
-        and all(_is_vector(t, first.shape[1]) and t.is_contiguous() for t in buffers)
+        and all(_is_vector(t, len(t)) and t.is_contiguous() for t in buffers)
+        and all(len(t) <= first.shape[1] for t in buffers)
     )
     if not taken:
         return batch_norms_plain(sources, relu, dtype)
@@ -269,6 +275,7 @@ def _forward(
             source.weight if source.weight is None else source.weight.contiguous(),
             source.bias if source.bias is None else source.bias.contiguous(),
             *((None, None, None) if running is None else (running.mean, running.var, batches)),
+            0 if running is None else len(running.mean),
             0.0 if momentum is None else float(momentum),
             float(source.eps),
             stats[i],

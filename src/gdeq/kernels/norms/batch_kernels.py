@@ -6,7 +6,7 @@ from gdeq.kernels.jit import jit, tl
 from gdeq.kernels.norms.pieces import rectify
 
 # One kernel for all of them; `total` is one for multiples of 16 and one for the rest.
-SIZES = ("channels", "repeats", "tiles", "each", "height", "waiting")
+SIZES = ("channels", "repeats", "tiles", "each", "height", "waiting", "known")
 
 
 @jit
@@ -144,7 +144,7 @@ def _repeat(vector, number: tl.constexpr, value, channel, channels, repeats, MOS
 
 @jit(do_not_specialize=SIZES)
 def join_moments_kernel(
-    partials, weight, bias, running_mean, running_var, batches, momentum, eps, stats,
+    partials, weight, bias, running_mean, running_var, batches, known, momentum, eps, stats,
     total, channels, repeats, height, waiting,
     MOST: tl.constexpr, BLOCK: tl.constexpr,
     SCALED: tl.constexpr, SHIFTED: tl.constexpr,
@@ -180,15 +180,16 @@ def join_moments_kernel(
     _repeat(stats, 2, shift, channel, channels, repeats, MOST)
     _repeat(stats, 3, rho, channel, channels, repeats, MOST)
     if RUNNING:
+        mine = channel < known
         share = momentum
         if CUMULATIVE:
             share = 1.0 / tl.load(batches).to(tl.float32)
-        old = tl.load(running_mean + channel).to(tl.float32)
+        old = tl.load(running_mean + channel, mask=mine, other=0.0).to(tl.float32)
         new = (1 - share) * old + share * mean
-        tl.store(running_mean + channel, new.to(running_mean.dtype.element_ty))
-        old = tl.load(running_var + channel).to(tl.float32)
+        tl.store(running_mean + channel, new.to(running_mean.dtype.element_ty), mask=mine)
+        old = tl.load(running_var + channel, mask=mine, other=0.0).to(tl.float32)
         new = (1 - share) * old + share * (squares / (amount - 1))
-        tl.store(running_var + channel, new.to(running_var.dtype.element_ty))
+        tl.store(running_var + channel, new.to(running_var.dtype.element_ty), mask=mine)
 
 
 @jit(do_not_specialize=SIZES)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from gdeq.kernels.autograd import differentiates
 from gdeq.kernels.jit import jit, tl
+from gdeq.kernels.norms import fusion_whole
 from gdeq.kernels.norms.affine import Vector, affine_arguments
 from gdeq.kernels.norms.operation import Maps, Operation, Vectors
 from gdeq.kernels.norms.pieces import (
@@ -183,6 +184,7 @@ class Fuse(Operation):
         dout: Tensor,
         sums: Tensor,
         wanted: Sequence[bool],
+        others: Sequence[Tensor] = (),
     ) -> list[Vector]:
         assert out is not None
         own, *raws = maps
@@ -193,6 +195,12 @@ class Fuse(Operation):
             (*channels_last(raw), scale, *channels_last(draw))
             for raw, scale, draw in zip(raws, scales, found, strict=True)
         ]
+        if fusion_whole.takes(out, raws, self.levels, self.groups):
+            fusion_whole.launch(
+                *(dout, out, down, _filled(each), affine_sample, stats, sums, self.levels),
+                *([scale is not None for scale in scales], self.groups, self.relu),
+            )
+            return [down, *found]
         launch(
             _fuse_backward_kernel,
             "fuse_backward",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import add
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gdeq.kernels.autograd import differentiable, differentiates
+from gdeq.kernels.autograd import differentiable, differentiates, wanted_now
 from gdeq.kernels.norms.affine import Vector, summed
 from gdeq.kernels.norms.tensors import destination, empty_channels_last, runs
 
@@ -27,6 +29,7 @@ class Operation(ABC):
 
     groups: int
     norms: int
+    readers: int = 1  # so many times is the result given, in one memory
     backward_reads_out = False
 
     @abstractmethod
@@ -47,12 +50,16 @@ class Operation(ABC):
         dout: Tensor,
         sums: Tensor,
         wanted: Sequence[bool],
+        others: Sequence[Tensor] = (),
     ) -> list[Vector]:
-        """The gradients of the maps.  wanted: of which maps, then of which vectors."""
+        """The gradients of the maps.  wanted: of which maps, then of which vectors.
+
+        others: to be added to dout, where there is more than one reader.
+        """
 
     def __call__(
         self, maps: Maps, vectors: Vectors, out: Tensor | None, dtype: torch.dtype | None
-    ) -> Tensor:
+    ) -> Any:
         like = _first(maps)
         dtype = dtype or like.dtype
         differentiated = differentiates(*maps, *vectors)
@@ -78,7 +85,7 @@ def _first(maps: Maps) -> Tensor:
 
 class _Differentiated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, operation: Operation, dtype: torch.dtype, *tensors: Vector) -> Tensor:
+    def forward(ctx: Any, operation: Operation, dtype: torch.dtype, *tensors: Vector) -> Any:
         maps, vectors = operation.parts(tensors)
         like = _first(maps)
         out = empty_channels_last(like.shape, dtype, like.device)
@@ -89,21 +96,29 @@ class _Differentiated(torch.autograd.Function):
         # Some of it for second derivatives alone.
         ctx.save_for_backward(stats, out if operation.backward_reads_out else None, *tensors)
         ctx.operation, ctx.dtype = operation, dtype
-        return out
+        if operation.readers == 1:
+            return out
+        ctx.set_materialize_grads(False)
+        return tuple(out.data for _ in range(operation.readers))
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Any, ...]:
         stats, out, *tensors = ctx.saved_tensors
         operation: Operation = ctx.operation
+        douts = [dout for dout in given if dout is not None]
+        if not douts:
+            return None, None, *(None for _ in tensors)
         wanted = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
 
             def plain(*tensors: Vector) -> Tensor:
                 return operation.plain(*operation.parts(tensors), None, ctx.dtype)
 
-            return None, None, *differentiable(plain, tensors, wanted, dout)
+            return None, None, *differentiable(plain, tensors, wanted, functools.reduce(add, douts))
+        wanted = wanted_now(ctx, (None, None, *tensors))[2:]
         maps, vectors = operation.parts(tensors)
         batch, channels = _first(maps).shape[:2]
         sums = stats.new_empty((len(vectors), batch, channels))
-        found = operation.launch_backward(maps, vectors, out, stats, dout, sums, wanted)
+        more = {"others": douts[1:]} if len(douts) > 1 else {}
+        found = operation.launch_backward(maps, vectors, out, stats, douts[0], sums, wanted, **more)
         return None, None, *found, *summed(sums, vectors, wanted[len(maps) :])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gdeq.kernels.autograd import differentiates
 from gdeq.kernels.jit import jit, tl
+from gdeq.kernels.norms import held_block, held_block_forward
 from gdeq.kernels.norms.affine import Vector, affine_arguments
 from gdeq.kernels.norms.operation import Maps, Operation, Vectors
 from gdeq.kernels.norms.pieces import (
@@ -104,12 +106,26 @@ def block_end(
     return BlockEnd(groups, eps)(maps, vectors, out, dtype)
 
 
+def block_end_for(readers: int, *arguments: Any) -> list[Tensor]:
+    """`block_end`, once for each of its readers, in one memory.
+
+    Backward adds the gradients from all of them on the way.
+    """
+    y, mask, injection, z, weight1, bias1, weight2, bias2, groups, eps = arguments
+    maps, vectors = (y, mask, injection, z), (weight1, bias1, weight2, bias2)
+    fused = differentiates(*maps, *vectors) and not differentiates(mask)
+    if readers == 1 or not fused or not runs(*maps, *vectors):
+        return [block_end(*arguments)] * readers
+    return list(BlockEnd(groups, eps, readers)(maps, vectors, None, None))
+
+
 @dataclass(frozen=True)
 class BlockEnd(Operation):
     """maps: y, mask, injection, z."""
 
     groups: int
     eps: float
+    readers: int = 1
     norms = 2
 
     def plain(self, maps: Maps, vectors: Vectors, out: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -119,6 +135,12 @@ class BlockEnd(Operation):
     def launch(self, maps: Maps, vectors: Vectors, out: Tensor, stats: Tensor | None) -> None:
         y, mask, injection, z = maps
         affine, affine_sample = affine_arguments(vectors)
+        if held_block_forward.takes([y, injection, z, out], self.groups):
+            held_block_forward.launch(
+                *(y, mask, injection, z, self.groups, affine, affine_sample),
+                *(out, stats, self.eps),
+            )
+            return
         launch(
             _block_end_kernel,
             "block_end",
@@ -148,8 +170,10 @@ class BlockEnd(Operation):
         dout: Tensor,
         sums: Tensor,
         wanted: Sequence[bool],
+        others: Sequence[Tensor] = (),
     ) -> list[Vector]:
         y, mask, injection, z = maps
+        groups = self.groups
         _, _, want_injection, want_z, *_ = wanted
         dy = empty_like(y)
         dz = empty_like(z) if want_z else None
@@ -159,6 +183,15 @@ class BlockEnd(Operation):
             same = mask is None and injection.dtype == y.dtype
             dinjection = dy if same else empty_channels_last(y.shape, injection.dtype, y.device)
         affine, affine_sample = affine_arguments(vectors)
+        fits = len(others) < held_block.MOST_DOUTS
+        if fits and held_block.takes([y, injection, z, dout, *others, dy, dinjection, dz], groups):
+            held_block.launch(
+                *(y, mask, injection, z, groups, affine, affine_sample, stats),
+                *([dout, *others], dy, dinjection, dz, sums),
+            )
+            return [dy, None, dinjection, dz]
+        for other in others:
+            dout = dout + other
         launch(
             _block_end_backward_kernel,
             "block_end_backward",

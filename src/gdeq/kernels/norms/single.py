@@ -126,6 +126,7 @@ class NormAct(Operation):
         dout: Tensor,
         sums: Tensor,
         wanted: Sequence[bool],
+        others: Sequence[Tensor] = (),
     ) -> list[Vector]:
         (x,) = maps
         dx = empty_like(x)
