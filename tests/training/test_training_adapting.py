@@ -231,6 +231,7 @@ def test_another_ladder_after_a_resume():
         ([*ADAPT, "gradient=jfb"], "for another gradient, or with gradient.tolerance, set adapt."),
         ([*ADAPT, "gradient.tolerance=0.1"], "with gradient.tolerance, set adapt.enabled=false"),
         ([*ADAPT, "solver.tol=0.02"], "stops each solve before adapt.room * adapt.forward = 0.003"),
+        ([*ADAPT, "measure_every=2"], "lower measure_every to 1 or less"),
         ([*ADAPT, "solver.tol=0.004"], "lower solver.tol (0: all steps), or raise adapt.forward"),
     ],
 )

@@ -656,3 +656,13 @@ def test_the_residual_is_measured_at_every_so_many_steps(trainer):
         assert made.sums.read(CPU)["backward_residual"] > 0
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
+
+
+def test_the_first_solved_step_is_measured(trainer):
+    """Or a look soon after pre-training would find nothing."""
+    made = trainer("measure_every=4", "gradient.refine=1", "solver.tol=0", "pretrain_steps=3")
+    seen = []
+    for step in range(9):
+        made._prepare(step)
+        seen.append(made.measured)
+    assert seen == [step in (0, 3, 4, 8) for step in range(9)]

@@ -269,6 +269,12 @@ class Config:
                 f"adapt.forward = {room:g} is reached, below which fewer steps are tried: lower "
                 "solver.tol (0: all steps), or raise adapt.forward"
             )
+        if self.measure_every > self.adapt.every:
+            raise ValueError(
+                f"adapt looks at the residuals every {self.adapt.every} steps, and with "
+                f"measure_every={self.measure_every} the gradient's is not measured in between: "
+                f"lower measure_every to {self.adapt.every} or less"
+            )
 
 
 # Settings that some names of their section pass over, and the names that read them.

@@ -339,7 +339,8 @@ class Trainer:
         )
         # (Of DistributedDataParallel all gradients are asked for, in the way it knows.)
         alone = self.wrapped is self.model
-        self.measured = not alone or step % config.measure_every == 0
+        first = step == config.pretrain_steps  # a look may come soon after
+        self.measured = not alone or first or step % config.measure_every == 0
         for name in self.penalised:
             weight, kept = wanted[name][0], self.penalty_weights[name]
             if isinstance(kept, Tensor):
