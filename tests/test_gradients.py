@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -289,6 +290,20 @@ def test_samples_under_the_tolerance_keep_the_reused_gradient():
     assert solution.backward.converged.all()
     assert not solution.backward.fell_back.any()
     assert solution.backward.vjps < 20
+
+
+@pytest.mark.parametrize(("tolerance", "max_refine"), [(0.3, 20), (0.02, 3)])
+def test_a_recording_finds_the_same_without_reading(monkeypatch, tolerance, max_refine):
+    problem, solver = uneven(batch=16, radius=0.9), Broyden(12, 1e-4)
+    gradient = GDEQ(tolerance=tolerance, max_refine=max_refine)
+    solution, w = differentiate(problem, solver, gradient)
+    monkeypatch.setattr(sys.modules["gdeq.solve"], "recording", lambda device: True)
+    monkeypatch.setattr(sys.modules["gdeq.gradients"], "recording", lambda device: True)
+    recorded, same = differentiate(problem, solver, gradient)
+    assert_near(same, w, 1e-12)
+    assert recorded.backward.vjps == max_refine + 2 >= solution.backward.vjps
+    assert torch.equal(recorded.backward.fell_back, solution.backward.fell_back)
+    assert_near(recorded.backward.residual, solution.backward.residual, 1e-9)
 
 
 def test_one_vjp_where_no_sample_needs_refinement():

