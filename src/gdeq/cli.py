@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import json
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -234,37 +235,44 @@ def similarity(
     """
     from gdeq.training import runs
 
-    by_method: dict[tuple[int, str], list[float]] = {}
-    worst: dict[int, tuple[float, float]] = {}
-    radii: dict[int, float] = {}
+    found: dict[int, list[dict[str, Any]]] = {}
     measured = runs.measure_similarity(
         run, epochs, batches, batch_size, data, device, exact_tol, console.print
     )
     for record in measured:
-        epoch = record["epoch"]
-        by_method.setdefault((epoch, record["method"]), []).append(record["cosine"])
-        backward, forward = worst.get(epoch, (0.0, 0.0))
-        worst[epoch] = (
-            max(backward, record["exact_residual"]),
-            max(forward, record["exact_forward_residual"]),
+        found.setdefault(record["epoch"], []).append(record)
+    for epoch, records in found.items():
+        for text in similarity_lines(epoch, records, exact_tol):
+            console.print(text)
+
+
+def similarity_lines(epoch: int, records: list[dict[str, Any]], exact_tol: float) -> Iterator[str]:
+    """What an epoch's records come to."""
+    head = f"epoch {epoch:3d}  "
+    for method in dict.fromkeys(r["method"] for r in records):
+        cosines = [r["cosine"] for r in records if r["method"] == method and r["solved"]]
+        if cosines:
+            middle = statistics.median(cosines)
+            yield f"{head}{method:14s}  cosine: median {middle:.4f}, least {min(cosines):.4f}"
+    mini = {r["batch"]: r for r in records}.values()
+    solved = [r for r in mini if r["solved"]]
+    if solved:
+        backward, forward, radius = (
+            max(r[key] for r in solved)
+            for key in ("exact_residual", "exact_forward_residual", "spectral_radius_max")
         )
-        radii[epoch] = max(radii.get(epoch, 0.0), record["spectral_radius_max"])
-    for (epoch, method), values in by_method.items():
-        middle = sorted(values)[len(values) // 2]
-        console.print(
-            f"epoch {epoch:3d}  {method:14s}  cosine: median {middle:.4f}, least {min(values):.4f}"
+        yield (
+            f"{head}the exact gradient's own residual at most {backward:.1e}, at an equilibrium "
+            f"solved to {forward:.1e}"
         )
-    for epoch, (backward, forward) in worst.items():
-        reached = f"residual at most {backward:.1e}, at an equilibrium solved to {forward:.1e}"
-        console.print(f"epoch {epoch:3d}  the exact gradient's own {reached}")
-        console.print(
-            f"epoch {epoch:3d}  spectral radius of ∂f/∂z there at most {radii[epoch]:.3f}"
+        yield f"{head}spectral radius of ∂f/∂z there at most {radius:.3f}"
+    samples, left = sum(r["samples"] for r in mini), sum(r["solved"] for r in mini)
+    if left < samples:
+        yield (
+            f"warning: at epoch {epoch} {samples - left} of {samples} samples are left out: no "
+            f"equilibrium, or no exact gradient at it, was found to {exact_tol:.1e} "
+            "(--exact-tol).  The cosines are those of the others"
         )
-        if not max(backward, forward) <= exact_tol:
-            console.print(
-                f"warning: at epoch {epoch} the exact gradient is not exact: its {reached}, is "
-                f"above {exact_tol:.1e} (--exact-tol); these cosines are no better known than that"
-            )
 
 
 @app.command()

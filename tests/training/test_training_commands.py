@@ -5,17 +5,20 @@ import platform
 import subprocess
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 import training_runs
 import typer
+from torch import Tensor
 from training_runs import RICH, TINY
 
 from gdeq import __version__
 from gdeq import bench as benches
 from gdeq.bench import table
 from gdeq.cli import app
+from gdeq.gradients import GDEQ, JFB, Measured
 from gdeq.training import config as configs
 from gdeq.training import folder, runs, similarity
 from gdeq.training.meanings import meanings
@@ -139,13 +142,49 @@ def test_similarity_knows_the_runs_own_method(run):
     assert 0 < own["adjoint_residual"] <= 0.25
 
 
-def test_similarity_that_is_not_exact_says_so(gdeq, run):
+def test_similarity_without_an_exact_gradient_says_so(gdeq, run):
     small = ["--batches", "1", "--batch-size", "4"]
     code, said = gdeq("similarity", run, *small, "--exact-tol", "1e-9")
     assert code == 0, said
-    assert "warning: at epoch 1 the exact gradient is not exact: its residual at most" in said
-    assert "is above 1.0e-09 (--exact-tol)" in said
-    assert all(r["exact_residual"] > 1e-9 for r in records_of(run))
+    assert "warning: at epoch 1 4 of 4 samples are left out" in said
+    assert "found to 1.0e-09 (--exact-tol)" in said
+    assert "cosine" not in said.partition("warning")[0]
+    assert all(
+        (r["solved"], r["cosine"], r["exact_residual"]) == (0, None, None) for r in records_of(run)
+    )
+
+
+def test_samples_without_an_equilibrium_are_in_neither_gradient(run, monkeypatch):
+    """As if the mini-batch were of the others alone."""
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("max_iter: 3", "max_iter: 12"))
+    model, config, dataset = runs.trained_model(run, epoch=1)
+    images, labels = dataset.train_x[:6].float() / 255, dataset.train_y[:6]
+    images = images.reshape(6, *images.shape[-3:])
+    solver, own = config.solver.build(), {"GDEQ refine 1": GDEQ(refine=1), "JFB": Measured(JFB())}
+    lost = torch.tensor([False, True, False, False, True, False])
+    real = similarity._gradient
+
+    def some_lost(model, solver, method, images, labels, which):
+        found = real(model, solver, method, images, labels, which)
+        tight = solver.max_iter == similarity.EQUILIBRIUM_STEPS
+        if tight and not isinstance(which, Tensor) and len(images) == 6:
+            bad = torch.where(lost, 1.0, found.backward_residual)
+            return replace(found, backward_residual=bad)
+        return found
+
+    monkeypatch.setattr(similarity, "_gradient", some_lost)
+    all_six = list(similarity._compare(model, solver, 1e-4, own, images, labels))
+    others = list(similarity._compare(model, solver, 1e-4, own, images[~lost], labels[~lost]))
+    for found, expected in zip(all_six, others, strict=True):
+        assert (found["samples"], found["solved"], found["solved_here"]) == (6, 4, 6)
+        assert (expected["samples"], expected["solved"], expected["solved_here"]) == (4, 4, 4)
+        for key in ("cosine", "relative_error"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-3), key
+        radius = expected["spectral_radius_max"]  # power steps from other random vectors
+        assert found["spectral_radius_max"] == pytest.approx(radius, rel=0.02)
+        assert found["relative_error_here"] != pytest.approx(found["relative_error"], rel=1e-3)
+        assert found["exact_residual"] <= 1e-4
 
 
 @pytest.mark.parametrize("trained_in", ["tf32", "bf16"])
@@ -163,9 +202,9 @@ def test_similarity_is_in_float32(run, monkeypatch, trained_in):
 
     inside, real = set(), similarity.cross_entropy
 
-    def noting(*args):
+    def noting(*args, **options):
         inside.add(arithmetic())
-        return real(*args)
+        return real(*args, **options)
 
     monkeypatch.setattr(similarity, "cross_entropy", noting)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)

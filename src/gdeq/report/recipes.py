@@ -36,6 +36,8 @@ def recipe(run: Run) -> Recipe:
         for key, value in flatten(run.config).items()
         if key not in ASIDE and not key.startswith("gradient")
     }
+    if kept.get("adapt.enabled") != "True":  # then its other settings are not read
+        kept = {k: v for k, v in kept.items() if not k.startswith("adapt.") or k == "adapt.enabled"}
     name = str(run.gradient.get("name")).lower()
     for key in methods.USED.get(name, tuple(run.gradient)):
         if key in run.gradient and key not in methods.TOLD and key != "name":
