@@ -199,6 +199,7 @@ def test_similarity_marks_what_is_not_exact(collected):
 def test_samples_without_an_exact_gradient_are_counted(tmp_path):
     path = make(tmp_path, "steps04-gdeq", 80.0, solver__max_iter=4)
     here = {"cosine_here": 0.97, "relative_error_here": 0.2, "samples": 64, "solved_here": 64}
+    here["solved_share_of_loss"] = 0.4
     compared(path, 12, 0.75, batches=2, solved=48, **here)
     nothing = dict.fromkeys(("relative_error", "exact_residual", "exact_forward_residual"))
     compared(path, 12, None, batches=1, solved=0, **nothing, **here)  # in no median but "here"
@@ -211,7 +212,7 @@ def test_samples_without_an_exact_gradient_are_counted(tmp_path):
     assert (found["cosine"], found["relative_error"]) == (0.75, 0.4)
     assert (found["cosine_here"], found["relative_error_here"]) == (0.97, 0.2)
     text = studies.steps_text(reading.read_all(tmp_path))
-    assert "| 50% | 0.7500 | 0.4 | 0.9700 | 0.2 |" in row_of_all(text, "GDEQ")
+    assert "| 50% | 40% | 0.7500 | 0.4 | 0.9700 | 0.2 |" in row_of_all(text, "GDEQ")
     path = make(tmp_path, "gdeq-seed0", 90.0)
     compared(path, 12, 0.75, batches=2, solved=48, **here)
     said = studies.similarity_text(reading.read_all(tmp_path))

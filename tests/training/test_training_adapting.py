@@ -13,6 +13,7 @@ from rich.console import Console
 from training_runs import PER_EPOCH, RICH, TINY, assert_same_run, checkpoints
 
 from gdeq.gradients import GDEQ, Measured, Unrolled
+from gdeq.paper import plan
 from gdeq.solvers import Broyden
 from gdeq.training import adapting, loop, process, progress, recordings, runs
 from gdeq.training import config as configs
@@ -245,9 +246,11 @@ def test_the_preset_and_its_file(tmp_path):
     config = configs.load("cifar10-adaptive")
     assert config.adapt.enabled
     assert not configs.load("cifar10-fast").adapt.enabled
-    assert configs.differences(configs.load("cifar10-fast"), config) == [
-        "adapt.enabled: False -> True"
-    ]
+    row = next(run for run in plan.make_plan() if run.name == "adaptive-seed0").config()
+    # What adapting chooses, and housekeeping, may differ from the row of Table 2.
+    aside = {"log_every", "checkpoint_seconds", "snapshots", "solver.max_iter", "gradient.refine"}
+    differs = {text.partition(":")[0] for text in configs.differences(config, row)}
+    assert differs <= aside | {"gradient.tol"}  # of Implicit
     run = RunFolder.create(tmp_path / "run", config)
     assert run.config() == config
 
@@ -475,7 +478,7 @@ def test_a_checkpoint_from_before(trainer):
     made.one_step(*next(made.train_batches.epoch(0))[1])
     state = copy.deepcopy(made.state())
     assert state.pop("adapt") is None
-    del state["looked_sums"]
+    del state["sums_since_look"]
     again = trainer()
     again.restore(state)
     again.run_lock.release()

@@ -89,7 +89,7 @@ def test_a_checkpoint_without_the_count_of_what_was_measured(stopped, reference,
     before, newest = checkpoints(stopped)
     newest.unlink()
     state = checkpoint.read(before)
-    state.update({name: state[name][:-1] for name in ("sums", "logged_sums")})
+    state.update({name: state[name][:-1] for name in ("sums", "sums_since_log")})
     checkpoint.save(stopped, state["step"], state)
     code, said = gdeq("train", "--resume", stopped)
     assert code == 0, said

@@ -20,6 +20,7 @@ from gdeq.solvers import Broyden
 from gdeq.training import config as configs
 from gdeq.training import loop, optimization, process, progress, records, runs
 from gdeq.training.folder import RunFolder
+from gdeq.training.metrics import Sums
 
 CPU = process.Process(torch.device("cpu"))
 
@@ -169,15 +170,14 @@ def test_average_whose_share_is_a_tensor(trainer):
 
 def test_sums_stay_in_one_tensor(trainer):
     made = trainer("epochs=3")
-    values, marked = made.sums.values, made.sums.marked
+    values = made.sums.values
     made.fit()  # through the ends of epochs
     other = trainer()
     other.one_step(*batches(other)[0])
     made.restore(other.state())
     assert made.sums.values is values
-    assert made.sums.marked is marked
     assert torch.equal(values, other.sums.values)
-    assert values[0] == training_runs.BATCH
+    assert values[0, 0] == training_runs.BATCH
 
 
 def test_nothing_of_the_process_group_outlives_the_training(trainer):
@@ -239,6 +239,7 @@ def test_sums_by_hand(trainer, backward):
     for images, labels in batches(made):
         made.one_step(images, labels)
         made.sums.clear()
+        made.sums.look()
         solution, count = made.model.deq.solution, len(labels)
         logits, loss = torch.randn(count, 10), torch.rand(())
         assert (solution.record.residual is not None) == backward
@@ -257,7 +258,8 @@ def test_sums_by_hand(trainer, backward):
         )
         made.sums.add(logits, labels, loss, made.model)
         made.sums.add(logits, labels, loss, made.model)
-        torch.testing.assert_close(made.sums.values, 2 * expected, rtol=1e-12, atol=0)
+        for values in made.sums.values:
+            torch.testing.assert_close(values, 2 * expected, rtol=1e-12, atol=0)
         expected.zero_()
 
 
@@ -652,17 +654,36 @@ def test_the_residual_is_measured_at_every_so_many_steps(trainer):
             made.one_step(*batch)
             seen.append(made.model.deq.solution.backward.residual is not None)
         results.append([parameter.detach().clone() for parameter in made.model.parameters()])
-        assert seen == [step % every == 0 for step in range(4)]
+        assert seen == [every == 1 or step in (0, 3) for step in range(4)]
         assert made.sums.read(CPU)["backward_residual"] > 0
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
 
 
-def test_the_first_solved_step_is_measured(trainer):
-    """Or a look soon after pre-training would find nothing."""
-    made = trainer("measure_every=4", "gradient.refine=1", "solver.tol=0", "pretrain_steps=3")
+@pytest.mark.parametrize("every", [1, 2, 3, 10])
+def test_measured_steps_have_all_phases_of_a_penalty(trainer, every):
+    made = trainer(f"measure_every={every}", "gradient.refine=1", "solver.tol=0")
     seen = []
-    for step in range(9):
+    for step in range(300):
         made._prepare(step)
-        seen.append(made.measured)
-    assert seen == [step in (0, 3, 4, 8) for step in range(9)]
+        if made.measured:
+            seen.append(step)
+    assert len(seen) == pytest.approx(300 / every, abs=2)
+    assert max(b - a for a, b in pairwise(seen)) <= every + (every > 1)
+    assert {step % 5 for step in seen} == set(range(5))
+
+
+def test_a_number_that_is_not_finite_is_in_its_own_window_alone():
+    sums = Sums(torch.device("cpu"))
+    found = []
+    for step in range(12):
+        if step % 6 == 0:
+            sums.clear()
+        sums.values[:, :] += torch.tensor([1.0, 1, 1, 0.1, 4, math.inf if step == 2 else 0.5, 1])
+        if step % 4 == 3:
+            found.append(sums.read_since_look(CPU)["backward_residual"])
+            sums.look()
+            sums.mark()
+    assert found == [math.inf, 0.5, 0.5]
+    assert sums.read(CPU)["backward_residual"] == 0.5
+    assert sums.read_since_look(CPU) is None  # nothing was measured since

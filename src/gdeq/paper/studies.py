@@ -17,7 +17,8 @@ from gdeq.report.similarity import IMPLICIT, similarities
 EXACT = 1e-4  # what the exact gradient's own residual may be, in records that do not say
 SIMILARITY_HEAD = [
     *("run", "trained_with", "epoch", "batch", "method", "vjps", "cosine", "relative_error"),
-    *("cosine_here", "relative_error_here", "samples", "solved", "solved_here"),
+    *("cosine_here", "relative_error_here", "samples", "equilibria", "solved"),
+    *("solved_share_of_loss", "solved_here"),
     *("adjoint_residual", "forward_residual", "exact_residual", "exact_forward_residual"),
     *("spectral_radius", "spectral_radius_max", "exact"),
 ]
@@ -158,7 +159,8 @@ def _most(values: list[float]) -> str:
 
 STEPS_HEAD = [
     *("method", "forward_steps", "forward_tolerance", "epochs", "state", "test_accuracy"),
-    *("largest_drop", "residual", "backward_residual", "solved", "cosine", "relative_error"),
+    *("largest_drop", "residual", "backward_residual", "equilibria", "solved"),
+    *("solved_share_of_loss", "cosine", "relative_error"),
     *("cosine_here", "relative_error_here", "vjps"),
     *("exact_residual", "spectral_radius", "ms_per_step", "train_seconds"),
 ]
@@ -192,6 +194,7 @@ def _steps_line(one: Made) -> list[object]:
             "largest_drop": _largest_drop(run),
             "residual": number(epoch.get("residual")),
             "backward_residual": number(epoch.get("backward_residual")),
+            "equilibria": _solved(own, "equilibria"),
             "solved": _solved(own),
             "exact_residual": max(_numbers(own, "exact_residual"), default=None),
             "ms_per_step": run.ms_per_step,
@@ -201,6 +204,7 @@ def _steps_line(one: Made) -> list[object]:
         for key, some in (
             *((key, sound) for key in ("cosine", "relative_error", "spectral_radius")),
             *((key, own) for key in ("cosine_here", "relative_error_here", "vjps")),
+            ("solved_share_of_loss", own),
         ):
             values = _numbers(some, key)
             line[key] = statistics.median(values) if values else None
@@ -266,7 +270,8 @@ def steps_text(made: Sequence[Made]) -> str:
         "from one epoch to the next, in points.  Residual: of the forward solve, mean over the "
         "last epoch.  After the last epoch, of the method's own gradient (medians): cosine and "
         "relative error beside the exact one, of the samples whose equilibrium and adjoint are "
-        'found to 1e-4 (solved: their share; they are the easier ones); "here": beside an exact '
+        "found to 1e-4 (solved: their share, of the samples and of the loss; they are the easier "
+        'ones); "here": beside an exact '
         "backward pass from where the run's solver stops.  Times are no result: compilation may "
         "be in them.\n",
     ]
@@ -276,7 +281,8 @@ def steps_text(made: Sequence[Made]) -> str:
 def _steps_table(lines: Sequence[list[object]]) -> str:
     shown = {
         "forward_tolerance": "g", "test_accuracy": ".2f", "largest_drop": ".2f",
-        "residual": ".1e", "solved": ".0%", "cosine": ".4f", "relative_error": ".3g",
+        "residual": ".1e", "solved": ".0%", "solved_share_of_loss": ".0%", "cosine": ".4f",
+        "relative_error": ".3g",
         "cosine_here": ".4f", "relative_error_here": ".3g", "spectral_radius": ".3f",
         "ms_per_step": ".1f",
     }  # fmt: skip

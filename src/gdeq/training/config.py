@@ -206,7 +206,7 @@ class Config:
     jacobian_step: float | None = None  # penalty by differences of this share of z; else exact
     residual_weight: float = 0.0  # weight of the residual penalty, which draws f(z) to z
     residual_every: int = 5  # the residual penalty is taken at every so many steps
-    measure_every: int = 1  # the gradient's residual is measured at every so many steps
+    measure_every: int = 1  # the gradient's residual is measured at one of so many steps
     log_every: int = 10  # steps from one line of metrics to the next
     test_every: int = 1  # epochs from one test to the next; the last one is always tested
     checkpoint_seconds: float = 60.0  # from one checkpoint to the next
@@ -269,11 +269,11 @@ class Config:
                 f"adapt.forward = {room:g} is reached, below which fewer steps are tried: lower "
                 "solver.tol (0: all steps), or raise adapt.forward"
             )
-        if self.measure_every > self.adapt.every:
+        if self.measure_every > 1 and self.measure_every >= self.adapt.every:
             raise ValueError(
                 f"adapt looks at the residuals every {self.adapt.every} steps, and with "
-                f"measure_every={self.measure_every} the gradient's is not measured in between: "
-                f"lower measure_every to {self.adapt.every} or less"
+                f"measure_every={self.measure_every} the gradient's may not be measured in "
+                f"between: lower measure_every to {max(1, self.adapt.every - 1)} or less"
             )
 
 

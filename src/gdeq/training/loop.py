@@ -272,13 +272,16 @@ class Trainer:
         return self.process.any(self.stop.caught is not None or late)
 
     def _must_look(self) -> bool:
-        solved = self.step > self.config.pretrain_steps
-        return self.controller is not None and solved and self.step % self.controller.every == 0
+        if self.controller is None or self.step % self.controller.every:
+            return False
+        return self.step - self.config.pretrain_steps >= self.controller.every
 
     def _adapt(self, epoch: int) -> None:
         """All processes call it, and measure and choose the same."""
         assert self.controller is not None
         figures = self.sums.read_since_look(self.process)
+        if figures is None:  # resumed from an older checkpoint a few steps ago
+            return
         self.sums.look()
         measured = {name: figures[name] for name in ("residual", "backward_residual")}
         choice = self.controller.look(**measured)
@@ -339,8 +342,9 @@ class Trainer:
         )
         # (Of DistributedDataParallel all gradients are asked for, in the way it knows.)
         alone = self.wrapped is self.model
-        first = step == config.pretrain_steps  # a look may come soon after
-        self.measured = not alone or first or step % config.measure_every == 0
+        # Not always at the steps that have a penalty: one step later each time.
+        every = config.measure_every
+        self.measured = not alone or (step - step // every) % every == 0
         for name in self.penalised:
             weight, kept = wanted[name][0], self.penalty_weights[name]
             if isinstance(kept, Tensor):

@@ -14,18 +14,21 @@ from gdeq.training.process import Process
 class Sums:
     """Running sums on the device, always in the same tensor.
 
-    Reading them is the only time the loop waits for the device.
+    Three of them, each from its own beginning: a number that is not finite is in what it was
+    measured for, and not in what comes after.  Reading them is the only time the loop waits for
+    the device.
     """
 
     NAMES = (
         *("samples", "loss", "correct", "residual", "solver_steps"),
         *("backward_residual", "measured"),  # measured: samples that have a backward residual
     )
+    EPOCH, LOG, LOOK = range(3)  # since the epoch began, the last log line, the last adapting
+    KEPT = ("sums", "sums_since_log", "sums_since_look")  # in a checkpoint
 
     def __init__(self, device: torch.device) -> None:
-        self.values = torch.zeros(len(self.NAMES), dtype=torch.float64, device=device)
-        self.marked = self.values.clone()  # as they were at the last log line
-        self.looked = self.values.clone()  # and when the method was last adapted
+        shape = (len(self.KEPT), len(self.NAMES))
+        self.values = torch.zeros(shape, dtype=torch.float64, device=device)
 
     def add(self, logits: Tensor, labels: Tensor, loss: Tensor, model: MDEQ) -> None:
         """logits: (b, classes), labels: (b,), or shares of the classes: the largest one counts."""
@@ -43,31 +46,35 @@ class Sums:
         ]
         if backward is not None:
             found += [backward.sum(dtype=wide), samples]
-        self.values[: len(found)].add_(torch.stack(found))
+        self.values[:, : len(found)].add_(torch.stack(found))
 
     def clear(self) -> None:
         """An epoch begins.  What is looked at goes on: steps between looks pass over epochs."""
-        self.looked.sub_(self.values)
-        self.values.zero_()
+        self.values[self.EPOCH].zero_()
         self.mark()
 
     def mark(self) -> None:
         """From here on counts what `read` gives with ``since_mark``."""
-        self.marked.copy_(self.values)
+        self.values[self.LOG].zero_()
 
     def look(self) -> None:
         """From here on counts what `read_since_look` gives."""
-        self.looked.copy_(self.values)
+        self.values[self.LOOK].zero_()
 
     def read(self, process: Process, since_mark: bool = False) -> dict[str, float]:
         """Means per sample over all processes; NaN where nothing was measured."""
-        return self._means(process, self.values - self.marked if since_mark else self.values)
+        return self._means(self._over_all(process, self.LOG if since_mark else self.EPOCH))
 
-    def read_since_look(self, process: Process) -> dict[str, float]:
-        return self._means(process, self.values - self.looked)
+    def read_since_look(self, process: Process) -> dict[str, float] | None:
+        """None where no residual of a gradient was measured since."""
+        found = self._over_all(process, self.LOOK)
+        return self._means(found) if found["measured"] else None
 
-    def _means(self, process: Process, values: Tensor) -> dict[str, float]:
-        sums = dict(zip(self.NAMES, process.sum(values.clone()).tolist(), strict=True))
+    def _over_all(self, process: Process, which: int) -> dict[str, float]:
+        found = process.sum(self.values[which].clone()).tolist()
+        return dict(zip(self.NAMES, found, strict=True))
+
+    def _means(self, sums: dict[str, float]) -> dict[str, float]:
         samples, measured = sums.pop("samples"), sums.pop("measured")
         backward = sums.pop("backward_residual")
         means = {name: total / max(1.0, samples) for name, total in sums.items()}
@@ -77,15 +84,15 @@ class Sums:
 
     def state(self, process: Process) -> dict[str, Tensor]:
         """Over all processes: how many there will be after a resume is not known."""
-        return {name: process.sum(values.clone()) for name, values in self._kept().items()}
+        return {
+            name: process.sum(values.clone())
+            for name, values in zip(self.KEPT, self.values, strict=True)
+        }
 
     def restore(self, state: dict[str, Tensor], process: Process) -> None:
         """The first process takes what all had, the others nothing: the sum stays what it was."""
-        for name, values in self._kept().items():
-            values.zero_()
-            # One from before `measured` was counted is left: its epoch's means begin here.
+        self.values.zero_()
+        for name, values in zip(self.KEPT, self.values, strict=True):
+            # What older checkpoints do not have begins anew.
             if process.first and name in state and state[name].shape == values.shape:
                 values.copy_(state[name])
-
-    def _kept(self) -> dict[str, Tensor]:
-        return {"sums": self.values, "logged_sums": self.marked, "looked_sums": self.looked}

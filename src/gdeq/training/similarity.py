@@ -50,7 +50,8 @@ class Found:
     """The gradient of some samples' loss, and how well the two solves behind it went."""
 
     gradient: Tensor
-    taken: Tensor  # (batch,): whose loss it is
+    losses: Tensor  # (batch,)
+    taken: Tensor  # (batch,): whose loss it is the gradient of
     forward_residual: Tensor  # (batch,)
     backward_residual: Tensor  # (batch,); 0 for samples that are not taken
     vjps: int
@@ -84,10 +85,11 @@ def similarity(
     all see one function.
 
     A sample whose equilibrium or adjoint is not found to ``exact_tol`` has no exact gradient: its
-    loss is in neither gradient, and "solved" says how many of the "samples" are left.  Those are
-    the easier ones.  So there is a second comparison, "here": with the exact backward pass from
-    where the run's solver stops, which nearly all samples have ("solved_here").  It tells what the
-    backward pass loses alone, the first one what both passes do.
+    loss is in neither gradient; "solved" says how many of the "samples" are left, and how much of
+    the loss.  Those are the easier ones, and runs with other shares are not quite comparable.  So
+    there is a second comparison, "here": with the exact backward pass from where the run's solver
+    stops, which nearly all samples have ("solved_here").  It tells what the backward pass loses
+    alone, the first one what both passes do.
 
     The spectral radius of ∂f/∂z at the equilibrium is that of the middle and of the worst solved
     sample, the same in all records of a mini-batch.
@@ -147,20 +149,30 @@ def _compare(
             "solver": type(own).__name__,
             "vjps": found.vjps,
             "samples": len(images),
+            "equilibria": int((truth.forward_residual <= exact_tol).sum()),
             "solved": int(truth.taken.sum()),
+            "solved_share_of_loss": _share(found.losses, truth.taken),
             "cosine": cosine,
             "relative_error": error,
             "solved_here": int(here[own].taken.sum()),
             "cosine_here": cosine_here,
             "relative_error_here": error_here,
             "forward_residual": found.forward_residual.max().item(),
-            "adjoint_residual": found_here.backward_residual.median().item(),
+            "adjoint_residual": _middle(found_here.backward_residual[found_here.taken]),
             "exact_forward_residual": truth.worst(truth.forward_residual),
             "exact_residual": truth.worst(truth.backward_residual),
             "exact_tol": exact_tol,
-            "spectral_radius": radius.median().item() if len(radius) else None,
+            "spectral_radius": _middle(radius),
             "spectral_radius_max": radius.max().item() if len(radius) else None,
         }
+
+
+def _middle(values: Tensor) -> float | None:
+    return values.median().item() if len(values) else None
+
+
+def _share(values: Tensor, some: Tensor) -> float:
+    return (values[some].sum() / values.sum()).item()
 
 
 def _beside(found: Tensor, truth: Tensor) -> tuple[float | None, float | None]:
@@ -222,4 +234,5 @@ def _gradient(
     model.zero_grad(set_to_none=True)
     assert solution.record.residual is not None
     backward = torch.where(taken, solution.record.residual, 0.0)
-    return Found(flat, taken, solution.residual, backward, solution.record.vjps)
+    losses = losses.detach()
+    return Found(flat, losses, taken, solution.residual, backward, solution.record.vjps)
