@@ -65,8 +65,12 @@ Device = Annotated[
 ]
 ExactTol = Annotated[
     float,
-    typer.Option(help="Residual that the exact gradient and its equilibrium need (above 0)."),
+    typer.Option(
+        help="Residual that the exact gradient and its equilibrium need (above 0); samples that do "
+        "not come there are left out."
+    ),
 ]
+ROUGH = 1e-2  # above this, an --exact-tol deserves a word
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and stop.")]
 
@@ -241,9 +245,13 @@ def similarity(
     )
     for record in measured:
         found.setdefault(record["epoch"], []).append(record)
+    if exact_tol > ROUGH:
+        console.print(f"warning: with --exact-tol {exact_tol:g} the exact gradient is a rough one")
     for epoch, records in found.items():
         for text in similarity_lines(epoch, records, exact_tol):
             console.print(text)
+    if not any(record["solved"] for records in found.values() for record in records):
+        raise typer.Exit(1)
 
 
 def similarity_lines(epoch: int, records: list[dict[str, Any]], exact_tol: float) -> Iterator[str]:
@@ -267,12 +275,25 @@ def similarity_lines(epoch: int, records: list[dict[str, Any]], exact_tol: float
         )
         yield f"{head}spectral radius of ∂f/∂z there at most {radius:.3f}"
     samples, left = sum(r["samples"] for r in mini), sum(r["solved"] for r in mini)
-    if left < samples:
-        yield (
-            f"warning: at epoch {epoch} {samples - left} of {samples} samples are left out: no "
-            f"equilibrium, or no exact gradient at it, was found to {exact_tol:.1e} "
-            "(--exact-tol).  The cosines are those of the others"
-        )
+    if left == samples:
+        return
+    for method in dict.fromkeys(r["method"] for r in records):
+        own = [r for r in records if r["method"] == method]
+        cosines = [r["cosine_here"] for r in own if r["solved_here"]]
+        if cosines:
+            middle = statistics.median(cosines)
+            yield (
+                f"{head}{method:14s}  cosine with an exact backward pass from where the run's "
+                f"solver stops: median {middle:.4f}"
+            )
+    rest = "The cosines above are those of the others, which are the easier ones"
+    if not left:
+        rest = "None is left: raise --exact-tol (float32 comes to about 1e-6)"
+    yield (
+        f"warning: at epoch {epoch} {samples - left} of {samples} samples are left out: no "
+        f"equilibrium, or no exact gradient at it, was found to {exact_tol:.1e} (--exact-tol).  "
+        f"{rest}"
+    )
 
 
 @app.command()

@@ -14,7 +14,7 @@ import typer
 from torch import Tensor
 from training_runs import RICH, TINY
 
-from gdeq import __version__
+from gdeq import __version__, report
 from gdeq import bench as benches
 from gdeq.bench import table
 from gdeq.cli import app
@@ -142,16 +142,44 @@ def test_similarity_knows_the_runs_own_method(run):
     assert 0 < own["adjoint_residual"] <= 0.25
 
 
-def test_similarity_without_an_exact_gradient_says_so(gdeq, run):
+def test_similarity_without_an_exact_gradient_says_so_and_keeps_what_there_was(gdeq, run):
     small = ["--batches", "1", "--batch-size", "4"]
-    code, said = gdeq("similarity", run, *small, "--exact-tol", "1e-9")
-    assert code == 0, said
+    absurd = [*small, "--exact-tol", "1e-12"]
+    code, said = gdeq("similarity", run, *absurd)
+    assert code == 1, said
     assert "warning: at epoch 1 4 of 4 samples are left out" in said
-    assert "found to 1.0e-09 (--exact-tol)" in said
+    assert "found to 1.0e-12 (--exact-tol).  None is left: raise --exact-tol" in said
     assert "cosine" not in said.partition("warning")[0]
-    assert all(
-        (r["solved"], r["cosine"], r["exact_residual"]) == (0, None, None) for r in records_of(run)
-    )
+    for record in records_of(run):
+        assert (record["solved"], record["cosine"], record["exact_residual"]) == (0, None, None)
+    code, said = gdeq("similarity", run, *small)
+    assert code == 0, said
+    good = records_of(run)
+    code, said = gdeq("similarity", run, *absurd)
+    assert code == 1
+    assert "its earlier records in similarity.jsonl are kept" in said
+    assert records_of(run) == good
+    code, said = gdeq("similarity", run, *small, "--exact-tol", "0.5")
+    assert (code, "is a rough one" in said) == (0, True), said
+
+
+def test_a_partial_loss_is_told(gdeq, run, monkeypatch):
+    real = similarity._exact
+
+    def losing(model, solver, forward, backward, images, labels):
+        found = real(model, solver, forward, backward, images, labels)
+        if solver.max_iter == similarity.EQUILIBRIUM_STEPS:
+            found.taken[0] = False
+        return found
+
+    monkeypatch.setattr(similarity, "_exact", losing)
+    code, said = gdeq("similarity", run, "--batches", "1", "--batch-size", "4")
+    assert code == 0, said
+    assert "1 of 4 samples are left out" in said
+    assert "those of the others, which are the easier ones" in said
+    assert "JFB             cosine with an exact backward pass from where the run's" in said
+    page = report.write([run], run / "page").read_text()
+    assert "those left are the easier ones: 1 of 4 after epoch 1." in page
 
 
 def test_samples_without_an_equilibrium_are_in_neither_gradient(run, monkeypatch):

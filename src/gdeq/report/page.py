@@ -145,6 +145,12 @@ def _similarity(found: list[Similarity], looks: Looks, drawn: Drawn) -> list[Mar
         if one.exact_residual is not None:
             worst = formats.scientific(one.exact_residual)
             text += f" The exact gradient was solved to a residual of {worst} or less."
+        if one.left_out:
+            counts = (f"{lost} of {of} after epoch {e}" for e, (lost, of) in one.left_out.items())
+            text += (
+                " Samples that have no exact gradient are in no figure, and those left are the "
+                f"easier ones: {', '.join(counts)}."
+            )
         parts.append(tag("p", text))
         parts.append(tag("div", *(_figure(f, drawn) for f in one.figures), class_="figures"))
         parts.append(tables.similarity_table(one, looks))

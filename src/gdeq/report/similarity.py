@@ -35,6 +35,7 @@ class Similarity:
     number: int  # among the runs that have some
     groups: tuple[Closeness, ...]
     exact_residual: float | None  # the worst: how exact "exact" was
+    left_out: dict[int, tuple[int, int]]  # epoch → samples without an exact gradient, of so many
 
     @property
     def figures(self) -> list[Figure]:
@@ -77,8 +78,23 @@ def similarities(runs: list[Run]) -> list[Similarity]:
         if groups:
             exact = _numbers(run.similarity, "exact_residual")
             worst = max(exact) if exact else None
-            found.append(Similarity(run, len(found) + 1, groups, worst))
+            lost = _left_out(run.similarity)
+            found.append(Similarity(run, len(found) + 1, groups, worst, lost))
     return found
+
+
+def _left_out(records: list[Record]) -> dict[int, tuple[int, int]]:
+    counts: dict[int, dict[object, tuple[int, int]]] = {}
+    for record in records:
+        epoch, samples, solved = (number(record.get(k)) for k in ("epoch", "samples", "solved"))
+        if epoch is not None and samples is not None and solved is not None:
+            of_batch = int(samples - solved), int(samples)
+            counts.setdefault(int(epoch), {})[record.get("batch")] = of_batch
+    sums = {
+        epoch: (sum(lost for lost, _ in some.values()), sum(of for _, of in some.values()))
+        for epoch, some in counts.items()
+    }
+    return {epoch: (lost, of) for epoch, (lost, of) in sorted(sums.items()) if lost}
 
 
 def _groups(records: list[Record]) -> tuple[Closeness, ...]:

@@ -255,6 +255,10 @@ def _keep_similarity(
     name = "similarity.jsonl"
     before = read_metrics(run.path / name)
     others = [record for record in before if record.get("epoch") != epoch]
+    found = any(record["solved"] or record["solved_here"] for record in records)
+    if not found and len(others) < len(before):
+        tell(f"epoch {epoch}: no sample is solved to that, its earlier records in {name} are kept")
+        return
     if len(others) < len(before):
         tell(f"epoch {epoch}: its earlier records in {name} are replaced")
     ordered = sorted([*others, *records], key=lambda record: record.get("epoch", 0))
