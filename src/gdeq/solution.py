@@ -83,7 +83,9 @@ class BackwardRecord:
 
     def write(self, gradient: object, found: Cotangent) -> None:
         """Take over what a gradient method reports."""
-        self.gradient = type(gradient).__name__
+        inner = getattr(gradient, "gradient", None)  # of Measured
+        own = type(gradient).__name__
+        self.gradient = own if inner is None else f"{own} {type(inner).__name__}"
         self.vjps, self.fell_back, self.tolerance = found.vjps, found.fell_back, found.tolerance
         self.residual = self.converged = None
         if found.residual is not None:

@@ -362,6 +362,17 @@ def test_nothing_is_judged_by_unrolled_steps(trainer):
     assert made.model.deq.gradient == Unrolled(made.config.pretrain_layers)
 
 
+def test_what_will_be_adapted_is_told(trainer):
+    (text,) = trainer("epochs=3").notes()
+    assert text.startswith("adaptive: begins with 9 forward steps and 2 VJPs, looks at every 1 st")
+    for settings, steps in ((["adapt.every=10"], 9), (["adapt.every=8", "pretrain_steps=2"], 7)):
+        *_, text = trainer("epochs=3", *settings).notes()
+        assert f"warning: nothing will be adapted in {steps} steps with a solver" in text
+    texts = trainer("epochs=3", "pretrain_steps=9").notes()
+    assert texts[0].startswith("warning: all 9 steps are unrolled, none has a solver")
+    assert trainer("adapt.enabled=false", "pretrain_steps=8", "epochs=3").notes() == []
+
+
 def test_a_warning_once_an_epoch(trainer):
     made = trainer("epochs=3", "adapt.forward=1e-9", "adapt.steps=[2]", "adapt.penalty_most=1")
     texts = []

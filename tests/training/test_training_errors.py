@@ -327,7 +327,8 @@ def test_a_solver_that_stops_converging_is_told(gdeq, tmp_path, few_images, monk
     # While it is unrolled there is no solver to complain of.
     code, said = gdeq("train", *settings, "pretrain_steps=3", "--run", tmp_path / "unrolled")
     assert code == 0
-    assert "warning" not in said
+    assert "the solver no longer converges" not in said
+    assert "warning: all 3 steps are unrolled" in said
 
 
 def test_weights_that_are_missing_or_damaged(gdeq, tmp_path, few_images):

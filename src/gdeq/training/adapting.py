@@ -22,10 +22,12 @@ function of what was measured alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gdeq.gradients import GDEQ, Gradient, Measured
+from gdeq.options import count
 from gdeq.solvers import Solver
 from gdeq.training.config import AdaptConfig, Config
 
@@ -189,3 +191,18 @@ def exhausted(step: int, residual: float, backward_residual: float) -> str:
         f"at step {step}, with all the steps and penalty that adapt.steps, adapt.refine and "
         "adapt.penalty_most allow: lower optimizer.lr, or raise adapt.forward or adapt.backward"
     )
+
+
+def beginning(controller: Controller, pretrain_steps: int, total: int) -> Iterator[str]:
+    """What will be adapted, and whether there are steps enough for it."""
+    choice = controller.choice
+    yield (
+        f"adaptive: begins with {choice.steps} forward steps and "
+        f"{count(choice.refine, 'VJP')}, looks at every {controller.every} steps "
+        "(solver.max_iter and gradient.refine are not read)"
+    )
+    if total - pretrain_steps < controller.every:
+        yield (
+            f"warning: nothing will be adapted in {count(max(0, total - pretrain_steps), 'step')} "
+            "with a solver: lower adapt.every, or raise epochs"
+        )

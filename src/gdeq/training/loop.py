@@ -21,7 +21,7 @@ from gdeq.models.mdeq import MDEQ
 from gdeq.options import count
 from gdeq.regularize import hold, jacobian_penalty, residual_penalty
 from gdeq.training import checkpoint
-from gdeq.training.adapting import Controller, exhausted
+from gdeq.training.adapting import Controller, beginning, exhausted
 from gdeq.training.averaging import Average
 from gdeq.training.building import build_batches, build_model, share_batch_statistics
 from gdeq.training.config import Config, ConfigError
@@ -176,6 +176,18 @@ class Trainer:
         self.process.wait()
         self.saved_at = time.monotonic()
 
+    def notes(self) -> list[str]:
+        """What its settings come to, where that is not plain from them."""
+        first, found = self.config.pretrain_steps, []
+        if first >= self.total:
+            found.append(
+                f"warning: all {count(self.total, 'step')} are unrolled, none has a solver: lower "
+                f"pretrain_steps, {first}, or raise epochs"
+            )
+        if self.controller is not None:
+            found += beginning(self.controller, first, self.total)
+        return found
+
     def whereabouts(self) -> str:
         """Where a resumed run goes on."""
         if self.step == self.total:
@@ -207,6 +219,8 @@ class Trainer:
         title = f"{config.data} {config.model.size} {config.gradient.name}"
         self.progress.begin(title, self.total, self.step)
         self._say(caution(config, device))
+        for text in self.notes():
+            self._say(text)
         with self.stop, precision(config, device):
             self._epochs()
         self.asked_to_stop = self.process.any(self.stop.caught is not None)

@@ -395,6 +395,7 @@ def _forecast(
                 f"and {len(trainer.dataset.test_x)} test images",
                 f"steps: {len(trainer.train_batches)} an epoch, {trainer.total} in all",
                 f"parameters: {parameters:,}",
+                *trainer.notes(),
             ]
         yield trainer
     finally:
