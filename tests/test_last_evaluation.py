@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 import gdeq
-from gdeq import GDEQ, JFB, NPG, Broyden, Implicit, Measured
+from gdeq import GDEQ, JFB, NPG, Broyden, Implicit, Measured, nodes
 from gdeq.kernels import choice
 from gdeq.solution import Status
 from pairs import pairs
@@ -16,7 +14,6 @@ from problems import Dense, Image, Multiscale, Named, assert_near, leaves, pack
 
 pytest.importorskip("triton")
 
-core = sys.modules["gdeq.fixed_point"]  # the function has the name of its module
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Triton's interpreter
 STEPS = 6
@@ -54,7 +51,7 @@ def differentiated(problem, gradient, solver=Broyden(STEPS, 0.0)):  # noqa: B008
 
 def in_the_solve(monkeypatch):
     """As in a recorded step."""
-    monkeypatch.setattr(core, "recording", lambda device: True)
+    monkeypatch.setattr(nodes, "recording", lambda device: True)
 
 
 @pytest.mark.parametrize("kind", [Dense, Image, Multiscale, Named])
@@ -171,15 +168,15 @@ def test_a_product_in_the_precision_of_f_is_the_same(refine, monkeypatch):
         return tuple(torch.tanh(part + bias[:, i]) for i, part in enumerate(mixed))
 
     asked, results = [], []
-    real = core._Product.narrow
+    real = nodes._Product.narrow
 
     def watched(self, u):
         asked.append(real(self, u))
         return asked[-1]
 
     with choice.use("triton"):
-        for method in (watched, core._Product.__call__):
-            monkeypatch.setattr(core._Product, "narrow", method)
+        for method in (watched, nodes._Product.__call__):
+            monkeypatch.setattr(nodes._Product, "narrow", method)
             solution = gdeq.fixed_point(f, z0, Broyden(4, 0.0), GDEQ(refine=refine))
             loss = sum(part.float().square().sum() for part in solution.z)
             results.append(torch.autograd.grad(loss, weight)[0])
