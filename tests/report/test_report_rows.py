@@ -33,6 +33,20 @@ def test_seeds_share_a_row_and_give_mean_and_spread(tmp_path):
     assert "±" in formats.accuracy(row.without)
 
 
+def test_an_adaptive_run_has_a_row_and_a_name_of_its_own(tmp_path):
+    off, on = ({"enabled": flag, "forward": 0.1} for flag in (False, True))
+    paths = [
+        make_run(tmp_path / "plain", adapt={**off, "forward": 0.2}),  # which it does not read
+        make_run(tmp_path / "plain2", adapt=off, seed=1),
+        make_run(tmp_path / "adaptive", adapt=on),
+        make_run(tmp_path / "other", adapt={**on, "forward": 0.3}),
+    ]
+    found = rows_of(paths)
+    assert found["GDEQ"].without.seeds == 2
+    assert {"GDEQ adaptive · adapt.forward=0.1", "GDEQ adaptive · adapt.forward=0.3"} < set(found)
+    assert "2 methods" in report.write(paths, tmp_path / "page").read_text()
+
+
 def test_one_seed_has_no_spread(tmp_path):
     (row,) = rows_of([make_run(tmp_path / "a")]).values()
     assert row.without.spread is None

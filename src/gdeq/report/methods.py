@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from gdeq.options import count
-from gdeq.report.runs import Record, number
+from gdeq.report.runs import Record, Run, number
 
 # In the order of the paper's Table 2.
 TITLES = {
@@ -44,6 +44,10 @@ def label(gradient: Record) -> str:
     if name in ("npg", "unrolled") and (steps, damping) != (5, 0.5):
         return f"{title} ({count(steps, 'step')}, damping {damping})"
     return title
+
+
+def label_of(run: Run) -> str:
+    return f"{label(run.gradient)} adaptive" if run.adaptive else label(run.gradient)
 
 
 def vjps(gradient: Record) -> str:

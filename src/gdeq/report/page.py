@@ -9,7 +9,7 @@ from gdeq.report import formats, settings, tables
 from gdeq.report.figures import Figure
 from gdeq.report.inline import variables
 from gdeq.report.markup import Markup, tag
-from gdeq.report.methods import Look, label
+from gdeq.report.methods import Look, label_of
 from gdeq.report.recipes import flatten, usual
 from gdeq.report.rows import Row
 from gdeq.report.runs import Run, number
@@ -76,7 +76,7 @@ def lead(runs: list[Run]) -> str:
     unfinished = sum(not run.finished for run in runs)
     parts = [
         count(len(runs), "run") + (f" ({unfinished} unfinished)" if unfinished else ""),
-        count(len({label(run.gradient) for run in runs}), "method"),
+        count(len({label_of(run) for run in runs}), "method"),
         _all(run.config.get("data") for run in runs),
         _all(flatten(run.config).get("model.size") for run in runs),
         _all(_parameters(run) for run in runs),

@@ -36,8 +36,9 @@ def recipe(run: Run) -> Recipe:
         for key, value in flatten(run.config).items()
         if key not in ASIDE and not key.startswith("gradient")
     }
-    if kept.get("adapt.enabled") != "True":  # then its other settings are not read
-        kept = {k: v for k, v in kept.items() if not k.startswith("adapt.") or k == "adapt.enabled"}
+    kept.pop("adapt.enabled", None)  # in the label
+    if not run.adaptive:  # then its other settings are not read
+        kept = {key: value for key, value in kept.items() if not key.startswith("adapt.")}
     name = str(run.gradient.get("name")).lower()
     for key in methods.USED.get(name, tuple(run.gradient)):
         if key in run.gradient and key not in methods.TOLD and key != "name":
@@ -68,7 +69,7 @@ def row_labels(runs: list[Run]) -> dict[Path, str]:
     seen: dict[str, list[list[str]]] = {}
     for run in runs:
         own = [f"{k}={v}" for k, v in told[run.path].items() if unsaid.get(k) != v]
-        name = methods.label(run.gradient)
+        name = methods.label_of(run)
         if own:
             name += " · " + ", ".join(own[:TOLD_AT_MOST])
         if len(own) > TOLD_AT_MOST:

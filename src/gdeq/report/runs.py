@@ -47,6 +47,12 @@ class Run:
         return self.summary is not None
 
     @property
+    def adaptive(self) -> bool:
+        """Whether its steps and VJPs followed the residuals."""
+        found = self.config.get("adapt")
+        return isinstance(found, dict) and found.get("enabled") is True
+
+    @property
     def gradient(self) -> Record:
         """The settings of the gradient, by name alone where only that is given."""
         found = self.config.get("gradient")
