@@ -436,16 +436,16 @@ def test_block_end_gradients(shape, each, dropout, injected, tile, device):
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
+PARTS = [(True, True), (False, True), (True, False)]  # dropout, injection
 # batch, channels, groups, height, width; groups that a program takes
 HELD_BLOCKS = [((2, 32, 8, 4, 8), 4), ((1, 32, 2, 2, 4), 1), ((3, 8, 2, 1, 1), 2)]
 
 
-@pytest.mark.parametrize(("dropout", "injected"), [(True, True), (False, True), (True, False)])
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each sample"])
-@pytest.mark.parametrize(("shape", "block"), HELD_BLOCKS)
+@pytest.mark.parametrize(("sizes", "each", "parts"), pairs(HELD_BLOCKS, [False, True], PARTS))
 def test_held_block_end_gradients_are_those_of_the_other_kernel(
-    shape, block, each, dropout, injected, device, monkeypatch
+    sizes, each, parts, device, monkeypatch
 ):
+    (shape, block), (dropout, injected) = sizes, parts
     batch, channels, groups, height, width = shape
     held = norms.held_block
     assert held.groups_of_program(height * width, channels // groups, groups) == block
@@ -524,12 +524,9 @@ def test_block_end_for_several_readers_without_autograd(device):
 HELD_ENDS = [*HELD_BLOCKS, ((1, 16, 4, 32, 32), 4)]
 
 
-@pytest.mark.parametrize(("dropout", "injected"), [(True, True), (False, True), (True, False)])
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each sample"])
-@pytest.mark.parametrize(("shape", "block"), HELD_ENDS)
-def test_a_held_block_end_is_that_of_the_other_kernel(
-    shape, block, each, dropout, injected, device, monkeypatch
-):
+@pytest.mark.parametrize(("sizes", "each", "parts"), pairs(HELD_ENDS, [False, True], PARTS))
+def test_a_held_block_end_is_that_of_the_other_kernel(sizes, each, parts, device, monkeypatch):
+    (shape, block), (dropout, injected) = sizes, parts
     batch, channels, groups, height, width = shape
     held = norms.held_block_forward
     sizes = height * width, channels // groups, groups
@@ -711,22 +708,24 @@ def test_fuse_without_own_and_without_scale(tile, device):
             close(a, b, 1e-4)
 
 
+WHOLE_FUSIONS = [
+    ((1, 2, 3), (8, 16), 16),
+    ((0, 1, 2), (8, 4), 32),
+    ((0, 0, 1), (2, 2), 8),
+    ((0, 0, 0), (1, 2), 64),
+    ((2,), (4, 4), 4),
+    ((0, 2), (4, 8), 16),
+]
+
+
 @pytest.mark.parametrize(
-    ("levels", "size", "channels"),
-    [
-        ((1, 2, 3), (8, 16), 16),
-        ((0, 1, 2), (8, 4), 32),
-        ((0, 0, 1), (2, 2), 8),
-        ((0, 0, 0), (1, 2), 64),
-        ((2,), (4, 4), 4),
-        ((0, 2), (4, 8), 16),
-    ],
+    ("fusion", "each", "dtype"),
+    pairs(WHOLE_FUSIONS, [False, True], [torch.float32, torch.bfloat16]),
 )
-@pytest.mark.parametrize("each", [False, True], ids=["shared", "each sample"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_whole_fuse_gradients_are_those_of_the_other_kernel(
-    levels, size, channels, each, dtype, device, monkeypatch
+    fusion, each, dtype, device, monkeypatch
 ):
+    levels, size, channels = fusion
     whole = norms.fusion_whole
     own = channels_last(2, channels, *size, device=device).to(dtype).requires_grad_()
     sources = []
