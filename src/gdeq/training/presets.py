@@ -68,7 +68,7 @@ PRESETS["cifar10-adaptive"] = PRESETS["cifar10-fast"] | {
     "measure_every": 10,
     "optimizer": _CIFAR10["optimizer"] | {"lr": 0.01},  # type: ignore[operator]
     "adapt": {
-        "enabled": True, "forward": 0.08, "backward": 0.6, "steps": [4, 5, 6, 7, 9],
+        "enabled": True, "forward": 0.1, "backward": 0.7, "steps": [4, 5, 6, 7, 9],
         "refine": [1, 2], "room": 0.5,
     },
 }  # fmt: skip
