@@ -8,7 +8,7 @@ import statistics
 import pytest
 import report_runs
 
-from gdeq.paper import collecting, plan, reading, studies, table2
+from gdeq.paper import budget, collecting, plan, reading, similarity, table2
 
 
 def make(folder, name, accuracy=None, seconds=100.0, **changes):
@@ -170,10 +170,10 @@ def test_a_run_tested_every_tenth_epoch_has_no_moments(partial):
 def test_what_is_exact_is_said_when_it_is_measured():
     """By --exact-tol; older records do not say it."""
     record = {"exact_residual": 5e-4, "exact_forward_residual": 1e-6}
-    assert not studies.is_exact(record)
-    assert studies.is_exact({**record, "exact_tol": 5e-4})
-    assert not studies.is_exact({**record, "exact_tol": 4e-4})
-    assert studies.is_exact({**record, "exact_residual": 1e-4})
+    assert not similarity.is_exact(record)
+    assert similarity.is_exact({**record, "exact_tol": 5e-4})
+    assert not similarity.is_exact({**record, "exact_tol": 4e-4})
+    assert similarity.is_exact({**record, "exact_residual": 1e-4})
 
 
 def test_similarity_marks_what_is_not_exact(collected):
@@ -184,7 +184,7 @@ def test_similarity_marks_what_is_not_exact(collected):
     text = (out / "similarity.md").read_text()
     assert "at most 3.0e-03, at an equilibrium solved to 1.0e-06.  **Not exact in 3 mini" in text
     assert "at most 2.0e-06, at an equilibrium solved to 1.0e-06.  Spectral radius" in text
-    assert "## similarity-gdeq, trained with GDEQ\n\nEpochs 1, 10, 20, 50: not yet run." in text
+    assert "trained with GDEQ, 50 epochs\n\nEpochs 1, 10, 20, 50: not yet run." in text
     assert row_of(text, "Method")[1] == "VJPs, median"
     assert "Implicit is here an exact backward solve (GMRES)" in text
     assert "Epochs 10: not yet run." in text  # of gdeq-seed0, which has 12
@@ -204,18 +204,18 @@ def test_samples_without_an_exact_gradient_are_counted(tmp_path):
     nothing = dict.fromkeys(("relative_error", "exact_residual", "exact_forward_residual"))
     compared(path, 12, None, batches=1, solved=0, **nothing, **here)  # in no median but "here"
     lines = [
-        dict(zip(studies.STEPS_HEAD, line, strict=True))
-        for line in studies.steps_lines(reading.read_all(tmp_path))
+        dict(zip(budget.STEPS_HEAD, line, strict=True))
+        for line in budget.steps_lines(reading.read_all(tmp_path))
     ]
     (found,) = (line for line in lines if line["state"] == "finished")
     assert found["solved"] == 0.5
     assert (found["cosine"], found["relative_error"]) == (0.75, 0.4)
     assert (found["cosine_here"], found["relative_error_here"]) == (0.97, 0.2)
-    text = studies.steps_text(reading.read_all(tmp_path))
+    text = budget.steps_text(reading.read_all(tmp_path))
     assert "| 50% | 40% | 0.7500 | 0.4 | 0.9700 | 0.2 |" in row_of_all(text, "GDEQ")
     path = make(tmp_path, "gdeq-seed0", 90.0)
     compared(path, 12, 0.75, batches=2, solved=48, **here)
-    said = studies.similarity_text(reading.read_all(tmp_path))
+    said = similarity.similarity_text(reading.read_all(tmp_path))
     assert "25 % of the samples have no exact gradient" in said
 
 
@@ -234,11 +234,15 @@ def test_forward_steps(collected):
     assert few["spectral_radius"] == "0.7"
     assert by["GDEQ", "18"]["cosine"] == ""  # its gradients were not compared
     assert sum(r["state"] == reading.NOT_YET for r in found) == 38
-    figures = {f.name: f for f in studies.steps_figures(made)}
+    figures = {f.name: f for f in budget.steps_figures(made)}
     (line,) = figures["steps_accuracy"].marks
     assert (line.label, line.points) == ("GDEQ", [(4.0, 80.0), (18.0, 85.0)])
-    (line,) = figures["steps_cosine"].marks
-    assert line.points == [(4.0, 0.75)]
+    figures = {f.name: f for f in budget.gradients_figures(made)}
+    found = {line.label: line.points for line in figures["steps_cosine"].marks}
+    assert found == {"GDEQ": [(4.0, 0.75)], "GDEQ refine 1": [(4.0, 0.99)]}
+    told = (out / "steps.md").read_text().partition("# All gradients")[2]
+    assert row_of(told, "GDEQ") == ["GDEQ", "0.750 (0.4)"]
+    assert {r["batches"] for r in rows_of(out / "steps_gradients.csv")} == {"3"}
     assert (out / "steps_accuracy.png").read_bytes().startswith(b"\x89PNG")
     assert row_of((out / "steps.md").read_text(), "NPG")[-1] == reading.NOT_YET
 
@@ -248,7 +252,7 @@ def test_a_run_that_diverged_is_told(partial):
     (path / "failed.json").write_text(json.dumps({"reason": "NaN", "steps": 44}))
     line = next(
         line
-        for line in studies.steps_lines(reading.read_all(partial))
+        for line in budget.steps_lines(reading.read_all(partial))
         if line[:2] == ["NPG", 6]
     )  # fmt: skip
     assert "failed: the loss became NaN after step 44" in line

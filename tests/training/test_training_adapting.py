@@ -130,6 +130,16 @@ def test_a_try_that_was_taken_back_waits_longer():
     assert steps_under(made, lambda _: 1e-3, 40)[-1] == 4
 
 
+def test_what_failed_before_the_penalty_was_raised_is_tried_soon_again():
+    made = controller(patience=2, steps=(4, 5))
+    steps_under(made, lambda steps: 0.02 if steps == 4 else 1e-3, 60)
+    while made.choice.steps == 4:
+        made.look(0.02, 0.2)
+    made.look(0.02, 0.2)  # nor are five steps enough any more
+    assert made.choice == adapting.Choice(5, 0, 1.0)
+    assert [made.look(1e-3, 0.2) for _ in range(2)][-1].steps == 4
+
+
 def test_the_penalty_rises_on_the_top_rung_alone_and_is_bounded():
     made = controller(steps=(4, 5), penalty_least=0.1, penalty_most=0.5)
     weights, exhausted = [], []

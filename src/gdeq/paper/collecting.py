@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gdeq import report
 from gdeq.options import count
-from gdeq.paper import studies, table2
+from gdeq.paper import budget, similarity, table2
 from gdeq.paper.reading import Made, read_all
 from gdeq.report.draw import draw
 from gdeq.report.figures import Figure
@@ -33,13 +33,15 @@ def collect(folder: Path, out: Path | None = None) -> list[Path]:
     place.csv("convergence_moments", table2.MOMENTS_HEAD, table2.moments(made))
     place.text("convergence", table2.moments_text(made))
     place.figures([table2.convergence(made)])
-    place.csv("similarity", studies.SIMILARITY_HEAD, studies.similarity_lines(made))
-    place.text("similarity", studies.similarity_text(made))
-    place.figures(studies.similarity_figures(made))
-    lines = [*studies.steps_lines(made), *studies.steps_lines(made, "tolerance")]
-    place.csv("steps", studies.STEPS_HEAD, lines)
-    place.text("steps", studies.steps_text(made))
-    place.figures(studies.steps_figures(made), with_csv=False)  # steps.csv holds all of them
+    place.csv("similarity", similarity.SIMILARITY_HEAD, similarity.similarity_lines(made))
+    place.text("similarity", similarity.similarity_text(made))
+    place.figures(similarity.similarity_figures(made))
+    lines = [*budget.steps_lines(made), *budget.steps_lines(made, "tolerance")]
+    place.csv("steps", budget.STEPS_HEAD, lines)
+    place.text("steps", budget.steps_text(made))
+    place.csv("steps_gradients", budget.GRADIENTS_HEAD, budget.gradients_lines(made))
+    # The two files hold all of them.
+    place.figures([*budget.steps_figures(made), *budget.gradients_figures(made)], with_csv=False)
     for name, groups in PAGES.items():
         shown = [one.run.path for one in made if one.run and one.planned.group in groups]
         if shown:
@@ -48,7 +50,7 @@ def collect(folder: Path, out: Path | None = None) -> list[Path]:
 
 
 # A page each: beside a run six times as long, the figures of Table 2 would show nothing.
-PAGES = {"report": ("table2", "similarity"), "report-record": ("record", "sprint")}
+PAGES = {"report": ("table2",), "report-record": ("record", "sprint")}
 
 
 def progress(folder: Path) -> str:

@@ -9,7 +9,8 @@ target and a ladder of costs:
   as long, so that it settles instead of flapping;
 - above its target on the highest rung: the budget no longer finds an equilibrium of f, and the
   weight of the residual penalty, which gives f one, is doubled.  It is halved again while there
-  are rungs to spare.
+  are rungs to spare.  What was tried in vain before says nothing of an f with more penalty, so
+  the next try waits no longer than the first.
 
 It begins in the middle of each ladder.  On the lowest rungs, the first epoch, in which the rate is
 at its largest, would be trained with the worst solves, until enough looks have led up.  On the
@@ -163,7 +164,11 @@ class Controller:
         self.exhausted = pressed and self.penalty.weight == self.penalty.most
         for ladder, value in seen:
             ladder.look(value)
+        weight = self.penalty.weight
         self.penalty.look(pressed, room)
+        if self.penalty.weight > weight:
+            for ladder, _ in seen:
+                ladder.wait = ladder.patience
         return self.choice if self.choice != before else None
 
     def state(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,10 @@ from gdeq.data import Batches
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured
 from gdeq.models.mdeq import MDEQ
 from gdeq.regularize import hold, spectral_radius
+from gdeq.solution import Cotangent, Solution
 from gdeq.solvers import GMRES, Broyden, Solver
+from gdeq.solvers.base import select
+from gdeq.state import Vectorized
 from gdeq.training.config import Config
 from gdeq.training.loop import precision
 
@@ -22,6 +25,23 @@ from gdeq.training.loop import precision
 def exact(tol: float, steps: int = 300) -> Implicit:
     """GMRES far below ``tol``: an ill-conditioned system makes more of what it leaves."""
     return Implicit(GMRES(max_iter=steps, tol=tol / 100), double_backward=False)
+
+
+class Sifting(Gradient):
+    """Exact, of the samples that are solved to ``tol``: the others' w is 0.
+
+    Samples do not mix, so the gradient is the one of those samples' loss: no second solve for it.
+    """
+
+    def __init__(self, tol: float, steps: int) -> None:
+        self.tol, self.method = tol, exact(tol, steps)
+        self.kept: Tensor | None = None  # (batch,)
+
+    def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
+        found = self.method.cotangent(v, vjp, solution)
+        assert found.residual is not None
+        self.kept = found.residual <= self.tol
+        return replace(found, w=select(self.kept, found.w, torch.zeros_like(v)))
 
 
 METHODS: dict[str, Gradient] = {
@@ -191,12 +211,14 @@ def _exact(
 
     NaN is no residual to be content with.
     """
-    method = exact(backward, ADJOINT_STEPS)
+    method = Sifting(backward, ADJOINT_STEPS)
     found = _gradient(model, solver, method, images, labels, forward)
-    good = found.taken & (found.backward_residual <= backward)
-    if torch.equal(good, found.taken):
-        return found
-    return _gradient(model, solver, method, images, labels, good)
+    assert method.kept is not None
+    good = found.taken & method.kept
+    # The loss was the mean over those taken; it is to be the mean over the good ones.
+    share = found.taken.sum() / good.sum().clamp(min=1)
+    residual = torch.where(good, found.backward_residual, 0.0)
+    return replace(found, gradient=found.gradient * share, taken=good, backward_residual=residual)
 
 
 def _radius(model: MDEQ, images: Tensor) -> Tensor:  # (batch,)
