@@ -608,6 +608,21 @@ def test_unknown_options(make, words):
         make()
 
 
+def test_a_tolerance_that_no_w_could_miss():
+    with pytest.raises(ValueError, match="tolerance"):
+        gdeq.GDEQ(tolerance=2.0)
+
+
+@pytest.mark.parametrize("cell", [torch.nn.Linear(3, 3), lambda z: z])
+def test_a_cell_that_takes_no_x_is_told_how_it_is_called(cell):
+    with pytest.raises(TypeError) as caught:
+        gdeq.DEQ(cell)(torch.zeros(2, 3))
+    assert any("called as cell(z, x)" in note for note in caught.value.__notes__)
+    with pytest.raises(TypeError) as caught:  # one that is called well fails on its own
+        gdeq.DEQ(lambda z, x: len(3))(torch.zeros(2, 3))
+    assert not any("called as cell(z, x)" in note for note in caught.value.__notes__)
+
+
 # --- afterwards ----------------------------------------------------------------------------------
 
 

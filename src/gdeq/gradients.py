@@ -161,7 +161,8 @@ class GDEQ(Gradient):
             return
         if self.refine:
             raise ValueError("give GDEQ either refine (fixed) or tolerance (adaptive), not both")
-        check_real(self, "tolerance", 0.0, open_low=True)
+        # Above 1, w = 0 would do.
+        check_real(self, "tolerance", 0.0, 1.0, open_low=True)
         if self.max_refine is None:
             object.__setattr__(self, "max_refine", 10)
         check_integer(self, "max_refine", 1)

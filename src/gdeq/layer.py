@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -117,6 +118,12 @@ class DEQ(nn.Module):
                         "another shape than x, call deq(x, z0=...) or give the cell a method "
                         "initial_state(x)"
                     )
+                if not _takes(self.cell, z0, *inputs, **options):
+                    problem.add_note(
+                        "gdeq: the cell is called as cell(z, x) with the x that deq(x) was given, "
+                        "and returns the next z; wrap what takes other arguments: "
+                        "DEQ(lambda z, x: torch.tanh(linear(z) + x))"
+                    )
                 raise
         if solution.z is z:  # it must stay what it is when the caller works on the output in place
             solution = replace(solution, z=copied(z))
@@ -209,3 +216,16 @@ class DEQ(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # The record is of one call; copies and pickles of the layer start without it.
         return {**super().__getstate__(), "solution": None, "_narrowed_well": set()}
+
+
+def _takes(cell: Callable[..., Any], *inputs: Any, **options: Any) -> bool:
+    """Whether it can be called so, as far as its signature tells."""
+    try:
+        signature = inspect.signature(cell.forward if isinstance(cell, nn.Module) else cell)
+    except (TypeError, ValueError):  # some builtins have none
+        return True
+    try:
+        signature.bind(*inputs, **options)
+    except TypeError:
+        return False
+    return True

@@ -465,11 +465,15 @@ def test_decisions_are_in_the_records(moving):
             assert now != last
             assert line["step"] % 2 == 0
             assert line["residual"] > 0
+            assert ("residual" in line["above_target"]) == (line["residual"] > 1e-4)
             last = now
         elif line["kind"] in ("step", "epoch"):
             assert {key: line[key] for key in last} == last
     assert last["max_iter"] == 4
     assert last["residual_weight"] > 0.1
+    ends = {r["epoch"]: r["step"] for r in lines if r["kind"] == "epoch"}
+    for line in lines:  # the epoch that a step is in, counted from 1 in all lines
+        assert ends.get(line["epoch"] - 1, 0) < line["step"] <= ends[line["epoch"]]
     summary = json.loads((moving / "summary.json").read_text())
     assert summary["adaptive"] is True
 

@@ -171,6 +171,12 @@ class Controller:
                 ladder.wait = ladder.patience
         return self.choice if self.choice != before else None
 
+    def above(self, residual: float, backward_residual: float) -> list[str]:
+        """Which of the two ask for more."""
+        seen = {"residual": self.forward.above(residual)}
+        seen["backward_residual"] = self.backward.above(backward_residual)
+        return [name for name, above in seen.items() if above]
+
     def state(self) -> dict[str, Any]:
         return {
             "forward": self.forward.state(),

@@ -300,8 +300,9 @@ class Trainer:
         measured = {name: figures[name] for name in ("residual", "backward_residual")}
         choice = self.controller.look(**measured)
         if choice is not None:
-            record = {"kind": "adapt", "step": self.step, "epoch": epoch}
-            self._write({**record, **choice.figures(), **measured})
+            record = {"kind": "adapt", "step": self.step, "epoch": epoch + 1}
+            why = {"above_target": self.controller.above(**measured)}  # none: room to spare
+            self._write({**record, **choice.figures(), **measured, **why})
         if self.controller.exhausted and epoch != self.told:
             self.told = epoch
             self._say(exhausted(self.step, **measured))
@@ -414,7 +415,7 @@ class Trainer:
         check_finite(figures["loss"], self.step, self.run.path)
         figures |= self._in_use()
         self.progress.step(self.step, figures)
-        record = {"kind": "step", "step": self.step, "epoch": epoch, **figures}
+        record = {"kind": "step", "step": self.step, "epoch": epoch + 1, **figures}
         record["lr"] = learning_rate(self.config, self.step - 1, self.total)
         self._write(record)
         if not unrolled_steps(record, self.config):
