@@ -358,6 +358,23 @@ def test_implicit_reports_what_it_could_not_solve(inner):
     assert solution.backward.vjps == 3
 
 
+@pytest.mark.parametrize("gap", [1e-4, 1e-6])
+def test_gmres_claims_no_more_than_float32_can_hold(gap):
+    """Where I − J is nearly singular w is long and f rounds it: the recurrence does not see it."""
+    torch.manual_seed(0)
+    weight = torch.randn(60, 60, dtype=torch.float64)
+    spectrum = torch.linalg.eigvals(weight)
+    real = spectrum[spectrum.imag.abs() < 1e-9].real.max()
+    J = ((1 - gap) / real * weight).float()
+    v = torch.randn(1, 60)
+    solution = gdeq.solve(lambda z: z @ J.T, torch.zeros(1, 60), Picard(1))
+    found = Implicit(GMRES(300, 1e-6)).cotangent(v, lambda u: u @ J, solution)
+    measured = (v + found.w @ J - found.w).norm() / v.norm()
+    assert measured > 1e-5
+    assert found.residual > 0.1 * measured
+    assert not found.converged
+
+
 def test_gmres_needs_the_fewest_vjps_and_fewer_when_preconditioned():
     problem = Wide(radius=0.9)
 

@@ -107,8 +107,9 @@ def iterate(
         good = ledger.accepts(absolute, size)
         z, g, state = solver.learn(z, g, z_try, g_try, good, state)
         if solver.linear_only:
-            # Of the iterate, which is not where f was evaluated; no better known than f rounds.
-            absolute = torch.maximum(safe_norms(g)[0], ledger.rounding * size)
+            # Of the iterate, where f was not evaluated; no better known than f would round there.
+            absolute, reached = safe_norms(g, z)
+            absolute = torch.maximum(absolute, ledger.rounding * (size + reached))
         better = ledger.note(step, good, absolute, size)
         if ledger.watch:
             best_z = select(better, z, best_z)

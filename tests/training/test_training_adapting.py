@@ -203,6 +203,44 @@ def test_a_model_that_the_penalty_holds_down():
     assert all(c.steps >= 12 for c in late)
 
 
+ROW = {
+    **{"forward": 0.1, "backward": 0.7, "steps": (4, 5, 6, 7, 9), "refine": (1, 2)},
+    **{"room": 0.5, "patience": 2},
+}
+
+
+def test_a_penalty_that_is_needed_is_not_let_go_again_and_again():
+    """Nine steps are too few without it and five are enough with it, for ever."""
+    made = beginning(**ROW)
+    rate = {4: 0.5, 5: 0.35, 6: 0.25, 7: 0.18, 9: 0.12}
+    found = []
+    for _ in range(300):
+        choice = made.choice
+        made.look(rate[choice.steps] / (1 + 4 * min(1.0, choice.residual_weight)), 0.3)
+        found.append(made.choice)
+    assert sum(a != b for a, b in pairwise(found)) <= 50
+    assert sum(a != b for a, b in pairwise(found[200:])) <= 12
+
+
+def test_a_penalty_goes_when_the_residual_that_asked_for_it_is_well():
+    """Though the other one needs its highest rung."""
+    made = beginning(**ROW)
+    for look in range(100):
+        made.look(0.2 if look < 8 else 0.01, 0.55 if made.choice.refine == 2 else 0.8)
+        assert made.choice.residual_weight > 0 or not 4 <= look < 8
+    assert made.choice == adapting.Choice(4, 2, 0.0)
+
+
+def test_a_rise_long_after_a_try_is_no_failure_of_it():
+    made = controller(patience=2, steps=(4, 5, 6))
+    found = steps_under(made, lambda _: 0.02, 1) + steps_under(made, lambda _: 1e-3, 30)
+    assert found[0] == 5
+    assert found[-1] == 4
+    steps_under(made, lambda _: 0.02, 2)  # f has changed
+    assert made.choice.steps == 6
+    assert steps_under(made, lambda _: 1e-3, 4)[-1] == 4  # as soon as at first
+
+
 def test_what_it_remembers():
     values = [(0.02, 0.5), (1e-3, 0.2), (1e-3, 0.1), (0.5, 0.5), (1e-3, 0.1), (1e-3, 0.1)] * 5
     made = controller(patience=1, steps=(4, 5))

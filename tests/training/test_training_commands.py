@@ -1,6 +1,7 @@
 """The commands around training: evaluate, compare, similarity, report, info, help."""
 
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -87,7 +88,10 @@ def records_of(run):
     return [json.loads(x) for x in (run / "similarity.jsonl").read_text().splitlines()]
 
 
-METHODS = {"Implicit", "JFB", "GDEQ", *(f"GDEQ refine {n}" for n in (1, 2, 3, 4)), "NPG"}
+METHODS = {
+    *("Implicit", "JFB", "GDEQ", "GDEQ tolerance 0.1", "NPG"),
+    *(f"GDEQ refine {n}" for n in (1, 2, 3, 4)),
+}
 
 
 def test_similarity(gdeq, run):
@@ -196,7 +200,7 @@ def test_samples_without_an_equilibrium_are_in_neither_gradient(run, monkeypatch
         found = real(self, v, vjp, solution)
         tight = solution.residual.max() <= 2 * similarity.EQUILIBRIUM_TOL
         if tight and len(v) == 6:
-            return replace(found, residual=torch.where(lost, 1.0, found.residual))
+            return replace(found, w=torch.where(lost.unsqueeze(1), 0.0, found.w))
         return found
 
     monkeypatch.setattr(Implicit, "cotangent", some_lost)
@@ -211,6 +215,21 @@ def test_samples_without_an_equilibrium_are_in_neither_gradient(run, monkeypatch
         assert found["spectral_radius_max"] == pytest.approx(radius, rel=0.02)
         assert found["relative_error_here"] != pytest.approx(found["relative_error"], rel=1e-3)
         assert found["exact_residual"] <= 1e-4
+
+
+def test_an_image_that_is_not_finite_is_left_out_of_the_others_gradients(run):
+    model, config, dataset = runs.trained_model(run, epoch=1)
+    images, labels = dataset.train_x[:4].float() / 255, dataset.train_y[:4]
+    images = images.reshape(4, *images.shape[-3:]).clone()
+    solver, own = config.solver.build(), {"GDEQ refine 1": GDEQ(refine=1)}
+    (expected,) = similarity._compare(model, solver, 1e-4, own, images[1:], labels[1:])
+    images[0] = math.nan
+    (found,) = similarity._compare(model, solver, 1e-4, own, images, labels)
+    assert (found["samples"], found["solved"]) == (4, expected["solved"])
+    assert found["cosine"] == pytest.approx(expected["cosine"], rel=1e-4)
+    images[:] = math.nan
+    with pytest.raises(RuntimeError, match="for no image of a mini-batch"):
+        list(similarity._compare(model, solver, 1e-4, own, images, labels))
 
 
 @pytest.mark.parametrize("trained_in", ["tf32", "bf16"])
@@ -255,7 +274,7 @@ def test_similarity_of_a_run_without_an_inverse(gdeq, run, solver):
     code, said = gdeq("similarity", run, "--batches", "1", "--batch-size", "4")
     assert code == 0, said
     assert f"the run's solver, {solver.title()}, leaves no inverse to reuse: GDEQ, GDEQ" in said
-    assert "refine 4 are solved by Broyden(max_iter=3, tol=0.001" in said
+    assert "tolerance 0.1 are solved by Broyden(max_iter=3, tol=0.001" in said
     used = {r["method"]: r["solver"] for r in records_of(run)}
     assert used.keys() == METHODS
     for method, name in used.items():

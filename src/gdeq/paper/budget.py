@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from gdeq.paper.plan import STUDIED, title
+from gdeq.paper.plan import COMPARED_WITH_FEW_STEPS, STUDIED, title
 from gdeq.paper.reading import Made, markdown
 from gdeq.paper.similarity import is_exact, numbers, solved_share
 from gdeq.report import methods
@@ -70,9 +70,8 @@ def _settings(one: Made) -> dict[str, str]:
 
 def _own_gradient(run: Run) -> list[Record]:
     """Of the last epoch that was compared, the records of what the run was trained with."""
-    epochs = numbers(run.similarity, "epoch")
     name = methods.label(run.gradient)
-    return [r for r in run.similarity if r.get("method") == name and r.get("epoch") == max(epochs)]
+    return [r for r in _last_compared(run) if r.get("method") == name]
 
 
 def _largest_drop(run: Run) -> float | None:
@@ -110,28 +109,37 @@ def steps_figures(made: Sequence[Made]) -> list[Figure]:
     return figures
 
 
-# All gradients on one set of weights: those that plain GDEQ made with so many steps.
+# All gradients on one set of weights: those that the row's method made within so many steps.
 GRADIENTS_HEAD = [
-    *("forward_steps", "method", "vjps", "batches", "cosine", "relative_error"),
-    *("cosine_here", "relative_error_here", "solved", "spectral_radius"),
+    *("weights_of", "forward_steps", "forward_tolerance", "method", "vjps", "batches"),
+    *("cosine", "relative_error", "cosine_here", "relative_error_here"),
+    *("samples", "solved", "spectral_radius"),
 ]
+GRADIENTS_FIGURES = {
+    "cosine": ("steps_cosine", "cosine with the exact gradient", False),
+    "relative_error": ("steps_error", "relative error of the gradient", True),
+}
 
 
 def gradients_lines(made: Sequence[Made]) -> list[list[object]]:
     """Medians over mini-batches, of those whose truth is exact; "here" of all."""
-    return [
-        [number(one.run.config.get("solver", {}).get("max_iter")), *line]
-        for one in _compared(made)
-        if one.run is not None
-        for line in _gradients(one.run.similarity)
-    ]
+    lines: list[list[object]] = []
+    for one in made:
+        run = one.run
+        if run is None or not run.similarity or one.planned.group not in ("steps", "tolerance"):
+            continue
+        if one.planned.row not in COMPARED_WITH_FEW_STEPS:
+            continue
+        planned = _settings(one)
+        limits = [int(planned["solver.max_iter"]), float(planned.get("solver.tol", 0))]
+        budget = [title(one.planned.row), *limits]
+        lines += ([*budget, *line] for line in _gradients(_last_compared(run)))
+    return sorted(lines, key=lambda a: (str(a[0]), -(number(a[2]) or 1.0), number(a[1]) or 0.0))
 
 
-def _compared(made: Sequence[Made]) -> list[Made]:
-    own = [one for one in made if one.planned.group == "steps" and one.planned.row == "gdeq"]
-    return sorted(
-        (one for one in own if one.run and one.run.similarity), key=lambda one: one.planned.name
-    )
+def _last_compared(run: Run) -> list[Record]:
+    last = max(numbers(run.similarity, "epoch"), default=None)
+    return [r for r in run.similarity if number(r.get("epoch")) == last]
 
 
 def _gradients(records: Sequence[Record]) -> Iterator[list[object]]:
@@ -144,21 +152,27 @@ def _gradients(records: Sequence[Record]) -> Iterator[list[object]]:
             len(own),
             *(_median(sound, key) for key in ("cosine", "relative_error")),
             *(_median(own, key) for key in ("cosine_here", "relative_error_here")),
+            sum(numbers(own, "samples")) or None,
             solved_share(own),
             _median(sound, "spectral_radius"),
         ]
 
 
 def gradients_figures(made: Sequence[Made]) -> list[Figure]:
-    lines = [dict(zip(GRADIENTS_HEAD, line, strict=True)) for line in gradients_lines(made)]
-    runs = [one.run for one in _compared(made) if one.run]
-    names = sorted({str(line["method"]) for line in lines}, key=methods.rank)
+    """On the weights of plain GDEQ, against the forward steps."""
+    runs = [one.run for one in made if one.run is not None]
+    records = [
+        record
+        for record in _gradients_records(made)
+        if record["weights_of"] == title("gdeq") and not number(record["forward_tolerance"])
+    ]
+    names = sorted({str(record["method"]) for record in records}, key=methods.rank)
     figures = []
     for key, (name, y, log) in GRADIENTS_FIGURES.items():
         marks = []
         for label in names:
-            own = [line for line in lines if line["method"] == label]
-            points = [(number(line["forward_steps"]), number(line[key])) for line in own]
+            own = [record for record in records if record["method"] == label]
+            points = [(number(record["forward_steps"]), number(record[key])) for record in own]
             whole = [(x, v) for x, v in points if x is not None and v is not None]
             if whole:
                 marks.append(Line(label, runs[0], whole))
@@ -166,25 +180,42 @@ def gradients_figures(made: Sequence[Made]) -> list[Figure]:
     return figures
 
 
-GRADIENTS_FIGURES = {
-    "cosine": ("steps_cosine", "cosine with the exact gradient", False),
-    "relative_error": ("steps_error", "relative error of the gradient", True),
-}
+def _gradients_records(made: Sequence[Made]) -> list[dict[str, object]]:
+    return [dict(zip(GRADIENTS_HEAD, line, strict=True)) for line in gradients_lines(made)]
 
 
-def _gradients_table(made: Sequence[Made]) -> str:
-    lines = [dict(zip(GRADIENTS_HEAD, line, strict=True)) for line in gradients_lines(made)]
-    steps = sorted({n for line in lines if (n := number(line["forward_steps"])) is not None})
-    by = {(line["method"], line["forward_steps"]): line for line in lines}
-    names = sorted({str(line["method"]) for line in lines}, key=methods.rank)
-    body = [
-        [name, *(_cosine_and_error(by.get((name, count), {})) for count in steps)] for name in names
-    ]
-    return markdown(["method", *(f"{count:.0f} steps" for count in steps)], body)
+def _gradients_text(made: Sequence[Made]) -> list[str]:
+    records = _gradients_records(made)
+    parts = []
+    for weights in dict.fromkeys(str(record["weights_of"]) for record in records):
+        own = [record for record in records if record["weights_of"] == weights]
+        budgets = list(dict.fromkeys(_budget(record) for record in own))
+        by = {(record["method"], _budget(record)): record for record in own}
+        names = sorted({str(record["method"]) for record in own}, key=methods.rank)
+        body = [
+            [name, *(_cosine_and_error(by.get((name, budget), {})) for budget in budgets)]
+            for name in names
+        ]
+        parts += [
+            f"# All gradients on the weights that {weights} made\n",
+            markdown(["method", *budgets], body),
+        ]
+    if parts:
+        parts.append(
+            "Cosine with the exact gradient, in brackets the relative error: the median of n "
+            "mini-batches of training images, after the last epoch (`steps_gradients.csv`).\n"
+        )
+    return parts
 
 
-def _cosine_and_error(line: dict[str, object]) -> str:
-    cosine, error = number(line.get("cosine")), number(line.get("relative_error"))
+def _budget(record: dict[str, object]) -> str:
+    tol, count = number(record["forward_tolerance"]), record["batches"]
+    budget = f"tolerance {tol:g}" if tol else f"{record['forward_steps']} steps"
+    return f"{budget}, n = {count}"
+
+
+def _cosine_and_error(record: dict[str, object]) -> str:
+    cosine, error = number(record.get("cosine")), number(record.get("relative_error"))
     return "–" if cosine is None or error is None else f"{cosine:.3f} ({error:.2g})"
 
 
@@ -195,24 +226,15 @@ def _median(records: Sequence[Record], key: str) -> float | None:
 
 def steps_text(made: Sequence[Made]) -> str:
     parts = ["# When the forward solve has few steps\n", _steps_table(steps_lines(made))]
-    if _compared(made):
-        parts += [
-            "# All gradients on the weights that plain GDEQ made with so many steps\n",
-            _gradients_table(made),
-            "Cosine with the exact gradient, in brackets the relative error: medians over "
-            "mini-batches (their number, and what the samples without an exact gradient are "
-            "about, in `steps_gradients.csv`).\n",
-        ]
+    parts += _gradients_text(made)
     parts += [
         "# When the forward solve stops at a tolerance (27 steps at most)\n",
         _steps_table(steps_lines(made, "tolerance")),
         "Accuracy of the last epoch, one seed each.  Largest drop: of the accuracy in training "
-        "from one epoch to the next, in points.  Residual: of the forward solve, mean over the "
-        "last epoch.  After the last epoch, of the method's own gradient (medians): cosine and "
-        "relative error beside the exact one, of the samples whose equilibrium and adjoint are "
-        "found to 1e-4 (solved: their share, of the samples and of the loss; they are the easier "
-        'ones); "here": beside an exact '
-        "backward pass from where the run's solver stops.\n",
+        "from one epoch to the next, in points.  Residuals: of the forward solve and of w, means "
+        "over the last epoch (of w where the method measures it).  Solved: the share of samples "
+        "whose equilibrium and adjoint are found to 1e-4 after the last epoch, and the spectral "
+        "radius of ∂f/∂z there, where the gradients were compared.\n",
     ]
     return "\n".join(parts)
 
@@ -220,9 +242,7 @@ def steps_text(made: Sequence[Made]) -> str:
 def _steps_table(lines: Sequence[list[object]]) -> str:
     shown = {
         "forward_tolerance": "g", "test_accuracy": ".2f", "largest_drop": ".2f",
-        "residual": ".1e", "solved": ".0%", "solved_share_of_loss": ".0%", "cosine": ".4f",
-        "relative_error": ".3g",
-        "cosine_here": ".4f", "relative_error_here": ".3g", "spectral_radius": ".3f",
+        "residual": ".1e", "backward_residual": ".2g", "solved": ".0%", "spectral_radius": ".3f",
     }  # fmt: skip
     keys = ["method", "forward_steps", *shown, "state"]
     order = list(STUDIED)

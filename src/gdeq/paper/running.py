@@ -262,7 +262,6 @@ class Journey:
                 config.device,
                 self.measure.tol,
                 self.tell,
-                run.alone,
             ):
                 pass
             free()

@@ -106,7 +106,8 @@ def _epoch_text(epoch: int, records: list[Record]) -> list[str]:
     lines = []
     for name in sorted({str(r.get("method")) for r in records}, key=methods.rank):
         own = [r for r in records if r.get("method") == name]
-        cosine, error = numbers(own, "cosine"), numbers(own, "relative_error")
+        sound = [r for r in own if is_exact(r)]
+        cosine, error = numbers(sound, "cosine"), numbers(sound, "relative_error")
         lines.append(
             [
                 name,

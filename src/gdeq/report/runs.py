@@ -102,6 +102,9 @@ class Run:
 
     @property
     def ms_per_step(self) -> float | None:
+        """The middle one; the mean where steps differ by design."""
+        if self.adaptive and self.seconds_per_step is not None:
+            return 1e3 * self.seconds_per_step
         if self.summary is not None:
             return number(self.summary.get("ms_per_step"))
         found = [ms for record in self.steps if (ms := number(record.get("ms"))) is not None]

@@ -5,12 +5,13 @@ where the solver stopped and that of the adjoint equation which the backward pas
 target and a ladder of costs:
 
 - above its target, one rung up at once: more forward steps, or more VJPs;
-- well below it for a while, one rung down.  If that has to be taken back, the next try waits twice
-  as long, so that it settles instead of flapping;
+- well below it for a while, one rung down.  If that has to be taken back soon, the next try waits
+  twice as long, so that it settles instead of flapping;
 - above its target on the highest rung: the budget no longer finds an equilibrium of f, and the
-  weight of the residual penalty, which gives f one, is doubled.  It is halved again while there
-  are rungs to spare.  What was tried in vain before says nothing of an f with more penalty, so
-  the next try waits no longer than the first.
+  weight of the residual penalty, which gives f one, is doubled.  It is halved again, with the same
+  caution, after a longer while in which neither is above its target and that for which it was
+  raised has rungs to spare, or is well below.  What rungs were tried in vain before says nothing
+  of an f with more penalty: the next try waits no longer than the first.
 
 It begins in the middle of each ladder.  On the lowest rungs, the first epoch, in which the rate is
 at its largest, would be trained with the worst solves, until enough looks have led up.  On the
@@ -58,6 +59,37 @@ class Choice:
         }
 
 
+class Tries:
+    """How long to wait before something cheaper is tried: longer after each try in vain."""
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+        self.wait = patience  # looks
+        self.since: int | None = None  # looks since the last try; None once it has held
+
+    def made(self) -> None:
+        self.since = 0
+
+    def held(self) -> None:
+        if self.since is None:
+            return
+        self.since += 1
+        if self.since >= self.wait:
+            self.wait, self.since = self.patience, None
+
+    def taken_back(self) -> None:
+        if self.since is not None:
+            self.wait, self.since = min(2 * self.wait, LONGEST_WAIT * self.patience), None
+
+    def state(self) -> dict[str, Any]:
+        return {"wait": self.wait, "since": self.since}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.wait = state.get("wait", self.patience)
+        # Older checkpoints say only that there was one.
+        self.since = state.get("since", 0 if state.get("tried") else None)
+
+
 class Ladder:
     """One cost that is raised when a residual is above its target."""
 
@@ -65,8 +97,8 @@ class Ladder:
         self.rungs, self.target, self.room, self.patience = rungs, target, room, patience
         self.rung = self.middle
         self.calm = 0  # looks in a row with room to spare
-        self.wait = patience  # so many of them before the next try
-        self.tried = False  # the last move was down
+        self.tries = Tries(patience)
+        self.penalised = False  # the penalty was raised for it
 
     @property
     def value(self) -> int:
@@ -83,37 +115,41 @@ class Ladder:
     def above(self, residual: float) -> bool:
         return not residual <= self.target  # also where it is not a number
 
-    def has_room(self, residual: float) -> bool:
-        """More could be spent, or much less is reached than was asked for."""
-        return residual <= self.target * (self.room if self.at_top else 1.0)
+    def at_ease(self, residual: float) -> bool:
+        """Nothing is lost for it if the penalty is lowered."""
+        return residual <= self.target * (self.room if self.at_top and self.penalised else 1.0)
 
     def look(self, residual: float) -> None:
         if self.above(residual):
             self.calm = 0
             if not self.at_top:
-                if self.tried:
-                    self.wait = min(2 * self.wait, LONGEST_WAIT * self.patience)
-                self.rung, self.tried = self.rung + 1, False
+                self.tries.taken_back()
+                self.rung += 1
             return
+        self.tries.held()
         self.calm = self.calm + 1 if residual < self.room * self.target else 0
-        if self.calm >= self.wait and self.rung:
-            if self.tried:  # the try before this one held
-                self.wait = self.patience
-            self.rung, self.tried, self.calm = self.rung - 1, True, 0
+        if self.calm >= self.tries.wait and self.rung:
+            self.tries.made()
+            self.rung, self.calm = self.rung - 1, 0
+
+    def forget(self) -> None:
+        """It is another f now."""
+        self.calm, self.tries = 0, Tries(self.patience)
 
     def state(self) -> dict[str, Any]:
         return {
             "value": self.value,
             "calm": self.calm,
-            "wait": self.wait,
-            "tried": self.tried,
+            "penalised": self.penalised,
+            **self.tries.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """The ladder may have got other rungs since: the first one that is not cheaper, then."""
         enough = [n for n, value in enumerate(self.rungs) if value >= state["value"]]
         self.rung = enough[0] if enough else len(self.rungs) - 1
-        self.calm, self.wait, self.tried = state["calm"], state["wait"], state["tried"]
+        self.calm, self.penalised = state["calm"], state.get("penalised", False)
+        self.tries.restore(state)
 
 
 class Penalty:
@@ -123,13 +159,22 @@ class Penalty:
         self.base, self.least, self.most = base, max(least, base), max(most, base)
         self.patience = patience
         self.weight = base
-        self.calm = 0
+        self.calm = 0  # looks in a row in which both residuals were at ease
+        self.tries = Tries(patience)
 
-    def look(self, pressed: bool, room: bool) -> None:
-        self.calm = self.calm + 1 if room and not pressed else 0
+    @property
+    def raised(self) -> bool:
+        return self.weight > self.base
+
+    def look(self, pressed: bool, at_ease: bool) -> None:
+        self.calm = self.calm + 1 if at_ease and not pressed else 0
         if pressed:
+            self.tries.taken_back()
             self.weight = min(self.most, max(self.least, 2 * self.weight))
-        elif self.calm >= self.patience and self.weight > self.base:
+            return
+        self.tries.held()
+        if self.calm >= self.tries.wait and self.raised:
+            self.tries.made()
             self.calm = 0
             half = self.weight / 2
             self.weight = half if half >= self.least else self.base
@@ -159,16 +204,17 @@ class Controller:
         before = self.choice
         seen = ((self.forward, residual), (self.backward, backward_residual))
         # Judged before the ladders move: the top rung has to be tried first.
-        pressed = any(ladder.at_top and ladder.above(value) for ladder, value in seen)
-        room = all(ladder.has_room(value) for ladder, value in seen)
-        self.exhausted = pressed and self.penalty.weight == self.penalty.most
+        pressing = [ladder for ladder, value in seen if ladder.at_top and ladder.above(value)]
+        at_ease = all(ladder.at_ease(value) for ladder, value in seen)
+        self.exhausted = bool(pressing) and self.penalty.weight == self.penalty.most
         for ladder, value in seen:
             ladder.look(value)
         weight = self.penalty.weight
-        self.penalty.look(pressed, room)
-        if self.penalty.weight > weight:
-            for ladder, _ in seen:
-                ladder.wait = ladder.patience
+        self.penalty.look(bool(pressing), at_ease)
+        for ladder, _ in seen:
+            ladder.penalised = (ladder.penalised or ladder in pressing) and self.penalty.raised
+            if self.penalty.weight > weight:
+                ladder.forget()
         return self.choice if self.choice != before else None
 
     def above(self, residual: float, backward_residual: float) -> list[str]:
@@ -183,6 +229,7 @@ class Controller:
             "backward": self.backward.state(),
             "residual_weight": self.penalty.weight,
             "residual_calm": self.penalty.calm,
+            "residual_tries": self.penalty.tries.state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -193,6 +240,7 @@ class Controller:
         weight = state.get("residual_weight", 0.0)
         self.penalty.weight = min(max(weight, self.penalty.base), self.penalty.most)
         self.penalty.calm = state.get("residual_calm", 0)
+        self.penalty.tries.restore(state.get("residual_tries", {}))
 
 
 def exhausted(step: int, residual: float, backward_residual: float) -> str:

@@ -42,7 +42,12 @@ def unrolled_steps(record: dict[str, Any], config: Config) -> bool:
 
 
 def ms_per_step(metrics: list[dict[str, Any]], config: Config) -> float | None:
-    """The middle one of the log lines, of those without pre-training where there are any."""
+    """The middle one of the log lines, of those without pre-training where there are any.
+
+    None for an adaptive run: its steps differ.
+    """
+    if config.adapt.enabled:
+        return None
     lines = [r for r in metrics if r["kind"] == "step"]
     chosen = [r for r in lines if not unrolled_steps(r, config)] or lines
     return statistics.median_high(r["ms"] for r in chosen) if chosen else None

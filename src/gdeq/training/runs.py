@@ -196,12 +196,11 @@ def measure_similarity(
     device: str | None = None,
     exact_tol: float = 1e-4,
     tell: Callable[[str], None] = print,
-    alone: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Compare the gradients on the run's snapshots, epoch by epoch, into ``similarity.jsonl``.
 
     An epoch is written once it is complete, in place of what an earlier call found for it; the
-    records of the others stay.  alone: only the method that the run was trained with.
+    records of the others stay.
     """
     check_exact_tol(exact_tol)
     run = RunFolder.open(path)
@@ -216,7 +215,7 @@ def measure_similarity(
         raise RunError(f"no snapshot of epoch {missing[0]}; there are {sorted(found)}")
     for epoch in chosen:
         model, config, dataset = trained_model(path, root, device, epoch)
-        own, methods = config.solver.build(), methods_for(config, alone)
+        own, methods = config.solver.build(), methods_for(config)
         if epoch == chosen[0]:
             _tell_replaced(own, methods, tell)
         if batch_size > len(dataset.train_x):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gdeq.data import Batches
-from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured
+from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured, relative_norm
 from gdeq.models.mdeq import MDEQ
 from gdeq.regularize import hold, spectral_radius
 from gdeq.solution import Cotangent, Solution
@@ -39,9 +39,11 @@ class Sifting(Gradient):
 
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
         found = self.method.cotangent(v, vjp, solution)
-        assert found.residual is not None
-        self.kept = found.residual <= self.tol
-        return replace(found, w=select(self.kept, found.w, torch.zeros_like(v)))
+        # Measured, whatever the solver says of itself: one w that is not solved spoils the sum.
+        residual = relative_norm(v + vjp(found.w) - found.w, v)
+        self.kept = residual <= self.tol
+        w = select(self.kept, found.w, torch.zeros_like(v))
+        return replace(found, w=w, vjps=found.vjps + 1, residual=residual)
 
 
 METHODS: dict[str, Gradient] = {
@@ -54,6 +56,7 @@ METHODS: dict[str, Gradient] = {
     "GDEQ refine 2": GDEQ(refine=2),
     "GDEQ refine 3": GDEQ(refine=3),
     "GDEQ refine 4": GDEQ(refine=4),
+    "GDEQ tolerance 0.1": GDEQ(tolerance=0.1, max_refine=5),
     "NPG": NPG(steps=5, damping=0.5),
 }
 # The exact gradient is that of the equilibrium itself, not of where the run's solver stops.  Steps
@@ -126,16 +129,12 @@ def similarity(
             yield {"epoch": epoch, "batch": index, **record}
 
 
-def methods_for(config: Config, alone: bool = False) -> dict[str, Gradient]:
-    """`METHODS`, and the run's own where it is none of them; or its own alone."""
+def methods_for(config: Config) -> dict[str, Gradient]:
+    """`METHODS`, and the run's own where it is another one with a tolerance."""
     own = config.gradient.build()
     if isinstance(own, GDEQ) and own.tolerance is not None:
-        added: dict[str, Gradient] = {f"GDEQ tolerance {own.tolerance}": own}
-        return added if alone else {**METHODS, **added}
-    if not alone:
-        return METHODS
-    same = {n: m for n, m in METHODS.items() if m in (own, Measured(own))}
-    return same or METHODS  # Implicit, and refinements that are not in the list
+        return {**METHODS, f"GDEQ tolerance {own.tolerance}": own}
+    return METHODS
 
 
 def _compare(
@@ -146,6 +145,8 @@ def _compare(
     images: Tensor,
     labels: Tensor,
 ) -> Iterator[dict[str, Any]]:
+    samples = len(images)
+    images, labels = _sound(model, solver, images, labels)
     tight = Broyden(max_iter=EQUILIBRIUM_STEPS, tol=EQUILIBRIUM_TOL)
     truth = _exact(model, tight, exact_tol, exact_tol, images, labels)
     radius = _radius(model, images)[truth.taken]
@@ -164,11 +165,13 @@ def _compare(
                 found_here = _gradient(model, own, method, images, labels, here[own].taken)
         cosine, error = _beside(found.gradient, truth.gradient)
         cosine_here, error_here = _beside(found_here.gradient, here[own].gradient)
+        if found_here is here[own]:  # that is what "here" is
+            cosine_here = error_here = None
         yield {
             "method": name,
             "solver": type(own).__name__,
             "vjps": found.vjps,
-            "samples": len(images),
+            "samples": samples,
             "equilibria": int((truth.forward_residual <= exact_tol).sum()),
             "solved": int(truth.taken.sum()),
             "solved_share_of_loss": _share(found.losses, truth.taken),
@@ -177,14 +180,29 @@ def _compare(
             "solved_here": int(here[own].taken.sum()),
             "cosine_here": cosine_here,
             "relative_error_here": error_here,
-            "forward_residual": found.forward_residual.max().item(),
+            "forward_residual": found.worst(found.forward_residual),
             "adjoint_residual": _middle(found_here.backward_residual[found_here.taken]),
             "exact_forward_residual": truth.worst(truth.forward_residual),
             "exact_residual": truth.worst(truth.backward_residual),
+            "exact_residual_here": here[own].worst(here[own].backward_residual),
             "exact_tol": exact_tol,
             "spectral_radius": _middle(radius),
             "spectral_radius_max": radius.max().item() if len(radius) else None,
         }
+
+
+def _sound(model: MDEQ, solver: Solver, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Those that are finite: zero times another one would be in the gradient of all."""
+    model.deq.solver, model.deq.gradient = solver, METHODS["JFB"]
+    with torch.no_grad():
+        losses = cross_entropy(model(images), labels, reduction="none")
+    assert model.deq.solution is not None
+    finite = losses.isfinite() & model.deq.solution.residual.isfinite()
+    if not finite.any():
+        raise RuntimeError(
+            "f or the loss is finite for no image of a mini-batch: nothing to compare"
+        )
+    return images[finite], labels[finite]
 
 
 def _middle(values: Tensor) -> float | None:
@@ -247,7 +265,6 @@ def _gradient(
     solution = model.deq.solution
     assert solution is not None
     taken = which if isinstance(which, Tensor) else solution.residual <= which
-    # Selected, not multiplied: a loss that is not a number would spoil the others.
     loss = torch.where(taken, losses, 0.0).sum() / taken.sum().clamp(min=1)
     model.zero_grad(set_to_none=True)
     loss.backward()  # not autograd.grad: the pass down to z measures the residual
