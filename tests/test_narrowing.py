@@ -675,9 +675,12 @@ def test_another_flag_or_cell_is_compared_again():
             deq(x, strength)
 
 
-@pytest.mark.parametrize("rows", [2, 4, 5, 16, 32])
-def test_a_table_for_all_samples_may_have_as_many_rows_as_are_left(rows, form):
-    (x, strength), _ = coupled()
+@pytest.mark.parametrize(
+    ("form", "size", "rows"),
+    [*(("plain", 64, rows) for rows in (2, 4, 5, 16, 32)), ("triton", 8, 4)],
+)
+def test_a_table_for_all_samples_may_have_as_many_rows_as_are_left(form, size, rows):
+    (x, strength), _ = coupled(size)
     table = torch.randn(rows, 5, dtype=F64, device=DEVICE)
     seen = []
     cell = Coupled()
@@ -687,7 +690,7 @@ def test_a_table_for_all_samples_may_have_as_many_rows_as_are_left(rows, form):
         deq = gdeq.DEQ(cell, gdeq.Broyden(60, tol=1e-10), narrow=narrow).eval()
         with choice.use(form):
             found.append(deq(x, strength, table=table))
-    assert {64, 32, 16, 8, 4}.issubset(seen)
+    assert {64, 32, 16, 8, 4}.issubset(seen) if size == 64 else {8, 4}.issubset(seen)
     torch.testing.assert_close(found[1], found[0], rtol=1e-8, atol=1e-10)
 
 
