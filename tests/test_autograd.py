@@ -475,7 +475,9 @@ def test_output_may_be_changed_in_place(device, gradient):
 
 @every_gradient
 def test_samples_that_the_loss_ignores(device, gradient):
-    deq = layer(device, gradient)
+    # One sample is rounded otherwise than four.  At a residual near rounding the inverse would learn
+    # from that alone, and reuse it.
+    deq = layer(device, gradient, gdeq.Broyden(max_iter=60, tol=1e-4))
     x = data(device, 4, 4).requires_grad_()
     found = gradients_of(deq(x)[1].square().sum(), deq, x)
     assert all(torch.isfinite(g).all() for g in found)
@@ -486,9 +488,8 @@ def test_samples_that_the_loss_ignores(device, gradient):
         assert torch.isfinite(record.residual).all()
         assert (record.residual[[0, 2, 3]] == 0).all()
     alone = x[1:2].detach().requires_grad_()
-    # On a GPU one sample is rounded otherwise than four, and plain reuse shows it.
-    near = {"rtol": 1e-2, "atol": 1e-3} if device.type == "cuda" else {"rtol": 1e-9, "atol": 1e-12}
-    assert_same(found[:-1], gradients_of(deq(alone).square().sum(), deq), **near)
+    expected = gradients_of(deq(alone).square().sum(), deq)
+    assert_same(found[:-1], expected, rtol=1e-9, atol=1e-12)
 
 
 @every_gradient
