@@ -475,8 +475,8 @@ def test_output_may_be_changed_in_place(device, gradient):
 
 @every_gradient
 def test_samples_that_the_loss_ignores(device, gradient):
-    # One sample is rounded otherwise than four.  At a residual near rounding the inverse would learn
-    # from that alone, and reuse it.
+    # One sample is rounded otherwise than four: from steps that are rounding, no two solves learn
+    # the same inverse.
     deq = layer(device, gradient, gdeq.Broyden(max_iter=60, tol=1e-4))
     x = data(device, 4, 4).requires_grad_()
     found = gradients_of(deq(x)[1].square().sum(), deq, x)

@@ -38,7 +38,8 @@ from gdeq.kernels import product as fused
 from gdeq.kernels import refinement
 
 FORMS = ["plain", "triton"]
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
 # The interpreter divides 0 by 0 aloud.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -245,19 +246,22 @@ def drawn_inverse(batch, count, d, dtype, store):
     return ProductInverse(steps, gram, keep, transposed=True)
 
 
+REFINED = [
+    (torch.float64, torch.float64, 1.0, 3.0),
+    (torch.float64, torch.float64, 1.0, 0.125),  # which is a float32 too, as a kernel gets it
+    (torch.float32, torch.float32, 1.0, 3.0),
+    (torch.float32, torch.bfloat16, 1.0, 3.0),
+    (torch.float32, torch.bfloat16, 1e-10, 0.1),
+    (torch.float32, torch.bfloat16, 1e25, 3.0),  # squares overflow
+    (torch.float32, torch.bfloat16, 1e-28, 3.0),  # squares vanish
+]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "store", "scale", "amplification"),
-    [
-        (torch.float64, torch.float64, 1.0, 3.0),
-        (torch.float64, torch.float64, 1.0, 0.125),  # which is a float32 too, as a kernel gets it
-        (torch.float32, torch.float32, 1.0, 3.0),
-        (torch.float32, torch.bfloat16, 1.0, 3.0),
-        (torch.float32, torch.bfloat16, 1e-10, 0.1),
-        (torch.float32, torch.bfloat16, 1e25, 3.0),  # squares overflow
-        (torch.float32, torch.bfloat16, 1e-28, 3.0),  # squares vanish
-    ],
+    ("dtype", "store", "scale", "amplification", "times"),
+    [(*kind, 3) for kind in REFINED]
+    + [(*kind, times) for kind in (REFINED if CUDA else REFINED[1:4:2]) for times in (1, 2)],
 )
-@pytest.mark.parametrize("times", [1, 2, 3])
 def test_a_fused_refinement_is_the_plain_one(
     dtype, store, scale, amplification, times, monkeypatch
 ):
@@ -477,7 +481,9 @@ def test_a_float16_state_is_handed_over_as_parts_and_stays_in_its_range(
         return (slope * z[0] + c).clamp(-1000, 1000), (0.5 * z[1] + 0.1 * z[0]).clamp(-1000, 1000)
 
     seen = set()
-    for max_iter in (1, 2, 3, 7):  # it is lost at the second step: before, there, and after it
+    # One is lost at the second step: before, there, and after it.
+    lost = slope == 0.995 and not tol
+    for max_iter in (1, 2, 3, 7) if lost or CUDA or form == "plain" else (7,):
         with choice.use(form):
             found = gdeq.solve(f, z0, gdeq.Broyden(max_iter, tol))
             with monkeypatch.context() as patch:
