@@ -53,17 +53,20 @@ def few_programs(device, monkeypatch):
 
 
 def problem(config, size, device, batch=2):
-    """A plain cell, a fused one with the same parameters, a state and an injection."""
-    plain = MDEQCell(config).to(device)
+    """A plain cell, a fused one with the same parameters, a state and an injection.
+
+    The same numbers on every device.
+    """
+    plain = MDEQCell(config)
     with torch.no_grad():
         for parameter in plain.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
     fused = FusedCell(config).to(device)
     fused.load_state_dict(plain.state_dict())
-    injection = torch.randn(batch, config.channels[0], *size, device=device).relu()
-    z = tuple(torch.randn_like(part) for part in plain.initial_state(injection))
-    return plain, fused, z, injection
+    injection = torch.randn(batch, config.channels[0], *size).relu()
+    z = tuple(torch.randn_like(part).to(device) for part in plain.initial_state(injection))
+    return plain.to(device), fused, z, injection.to(device)
 
 
 def close(found, expected, tolerance=1e-5):
@@ -74,9 +77,9 @@ def close(found, expected, tolerance=1e-5):
         assert error <= tolerance, f"off by {error:.1e}"
 
 
-def gradients(cell, z, injection, directions, mode=True):
-    """Of z, the injection and all parameters, in train mode after an evaluation without autograd
-    in the same solve."""
+def outcome(cell, z, injection, directions, mode=True):
+    """f and its gradients of z, the injection and all parameters, in train mode after an
+    evaluation without autograd in the same solve."""
     z = tuple(part.detach().requires_grad_() for part in z)
     injection = injection.detach().requires_grad_()
     torch.manual_seed(1)
@@ -85,9 +88,15 @@ def gradients(cell, z, injection, directions, mode=True):
         with torch.no_grad():
             first = cell(z, injection)
         out = cell(z, injection)
-    close(first, [part.detach() for part in out])
+    values = [part.detach() for part in out]
+    close(first, values)
     leaves = [*z, injection, *cell.parameters()]
-    return torch.autograd.grad(out, leaves, directions)
+    return [*values, *torch.autograd.grad(out, leaves, directions)]
+
+
+def names(cell, z):
+    parts = [f"{of}[{i}]" for of in ("f", "z") for i in range(len(z))]
+    return [*parts, "injection", *(name for name, _ in cell.named_parameters())]
 
 
 # ---- the same function
@@ -110,27 +119,27 @@ def gradients(cell, z, injection, directions, mode=True):
     ],
     ids=["even", "odd", "thin", "bare", "one scale", "five scales", "small", "tiny"],
 )
-def test_values_and_gradients(config, size, device):
+def test_values_and_gradients(config, size, device, monkeypatch):
     plain, fused, z, injection = problem(config, size, device)
     directions = [torch.randn_like(part) for part in z]
-    found = gradients(fused, z, injection, directions)
-    expected = gradients(plain, z, injection, directions)
-    if device.type == "cpu":
-        close(found, expected)
-        return
-    # A GPU's convolutions round more, and norms of few numbers make much of it: for both forms.
+    found = outcome(fused, z, injection, directions)
+    expected = outcome(plain, z, injection, directions)
+    corners, relu = [], torch.relu
+    monkeypatch.setattr(torch, "relu", lambda x: corners.append(x.detach().abs().min()) or relu(x))
     wide = [part.double() for part in (*z, injection, *directions)]
     count = len(z)
-    exact = gradients(plain.double(), tuple(wide[:count]), wide[count], wide[count + 1 :])
-    for a, b, truth in zip(found, expected, exact, strict=True):
-        size_of = truth.norm() + 1e-6
-        assert (a - truth).norm() <= 1e-5 * size_of + 10 * (b - truth).norm()
+    exact = outcome(plain.double(), tuple(wide[:count]), wide[count], wide[count + 1 :])
+    assert min(corners) > 3e-6  # else a rounding may open a ReLU in one form and not in the other
+    # Norms of few numbers make much of a rounding: in both forms.
+    for name, a, b, truth in zip(names(fused, z), found, expected, exact, strict=True):
+        allowed = 1e-5 * (truth.norm() + 1e-6) + 10 * (b - truth).norm()
+        assert (a - truth).norm() <= allowed, name
 
 
 def test_large(device):
     plain, fused, z, injection = problem(named("large"), (4, 4), device, batch=1)
     directions = [torch.randn_like(part) for part in z]
-    close(gradients(fused, z, injection, directions), gradients(plain, z, injection, directions))
+    close(outcome(fused, z, injection, directions), outcome(plain, z, injection, directions))
 
 
 def test_dropout_outside_a_solve_draws_the_same(device):
@@ -245,7 +254,7 @@ def test_a_solve_with_pairs_of_places_finds_the_same(device, monkeypatch):
     for most in (0, 4):
         monkeypatch.setattr(mdeq_weights, "pays", lambda weight, outputs, _, n=most: outputs <= n)
         paired.clear()
-        results.append(gradients(fused, z, injection, directions))
+        results.append(outcome(fused, z, injection, directions))
         # Two scales of 4 channels, two blocks each: f without and with autograd, and back.
         assert len(paired) == 3 * most
     close(results[1], results[0], tolerance=1e-5)
