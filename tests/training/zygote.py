@@ -6,6 +6,7 @@ import sys
 import traceback
 
 import torch
+import torch._dynamo  # by the first optimizer
 import torch.utils.tensorboard
 import training_runs
 
