@@ -1,3 +1,4 @@
+import gc
 import os
 
 # Some virtual machines announce AMX and then refuse it: PyTorch's bf16 layers die there with an
@@ -19,6 +20,17 @@ make_quicker()
 
 settings.register_profile("gdeq", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("gdeq")
+
+
+def pytest_collection_finish():
+    """What is loaded by now stays: no collection of garbage looks through it again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # else extensions complain at the end that it is still there
+
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
