@@ -8,17 +8,20 @@ is that of f; the algebra of every solver is in float32.
 
     PYTHONPATH=src python3 benchmarks/to_residual.py --weights RUN/weights.safetensors --data DATA
 
---narrow: each of our rows once more, with samples that are done leaving the batch.  --only-ours
-leaves out torchdeq's.
+--narrow: each of our rows once more, with samples that are done leaving the batch.  --start: and
+those once more from a learned start (`gdeq.fit_start`), fitted beforehand to so many batches of
+training images; its own time is in the row.  --only-ours leaves out torchdeq's.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,7 @@ from gdeq import data as datasets
 from gdeq import kernels
 from gdeq.bench.steps import Setup, arithmetic, milliseconds
 from gdeq.data import Batches
+from gdeq.models import MDEQStart
 from gdeq.models.mdeq import MDEQ, mdeq
 
 State = tuple[Tensor, ...]
@@ -56,6 +60,7 @@ def ours(
     tol: float,
     wide: bool = True,
     narrow: bool = False,
+    start: MDEQStart | None = None,
 ) -> Callable[[], Any]:
     """wide: z in float32, whatever f computes in; else in the precision of f.
 
@@ -64,11 +69,44 @@ def ours(
     model.deq.solver = gdeq.Broyden(options.max_iter, tol=tol)
     model.deq.narrow = narrow
     cell: Any = model.deq.cell
-    start = cell.initial_state(injection)
+    zeros = cell.initial_state(injection)
     if wide:
-        start = tuple(part.float() for part in start)
-    step = gdeq.capture(lambda x: (model.deq(x, z0=start), model.deq.solution.steps))
+        zeros = tuple(part.float() for part in zeros)
+    model.deq.start = start
+
+    def begin(x: Tensor) -> State | None:
+        if start is None:
+            return zeros
+        if not wide:  # as the layer does by itself
+            return None
+        return tuple(part.to(zeros[0].dtype) for part in start(x))
+
+    step = gdeq.capture(lambda x: (model.deq(x, z0=begin(x)), model.deq.solution.steps))
     return lambda: step(injection)
+
+
+def learned_start(images: Iterable[Tensor], options: argparse.Namespace) -> MDEQStart:
+    """Fitted to the equilibria of training images, in the precision of the fused rows."""
+    model = load(options, fused=True)
+    model.deq.solver = gdeq.Broyden(options.max_iter, tol=options.tol)
+    torch.manual_seed(0)
+    start = MDEQStart(model.config).to(options.device, memory_format=torch.channels_last)
+    began = time.perf_counter()
+    half = "fp16" if options.device.startswith("cuda") else "float32"
+    with arithmetic(Setup(device=options.device), half):
+        with torch.no_grad():
+            batches = [
+                model.stem(batch.to(memory_format=torch.channels_last)).float() for batch in images
+            ]
+        distances = gdeq.fit_start(
+            model.deq, start, batches, steps=options.start_steps, lr=options.start_lr
+        )
+    print(
+        f"start fitted in {time.perf_counter() - began:.1f} s to {len(batches)} batches: distance "
+        f"{distances[-len(batches) :].mean():.3f} of z* at the end",
+        flush=True,
+    )
+    return start.eval()
 
 
 def theirs(
@@ -133,6 +171,9 @@ def main() -> None:
     parser.add_argument("--max-iter", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--narrow", action="store_true")
+    parser.add_argument("--start", type=int, default=0, metavar="BATCHES")
+    parser.add_argument("--start-steps", type=int, default=400)
+    parser.add_argument("--start-lr", type=float, default=5e-3)
     parser.add_argument("--only-ours", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
@@ -144,9 +185,17 @@ def main() -> None:
             dataset.test_x, dataset.test_y, options.batch, mean=dataset.mean, std=dataset.std
         )
         images = next(iter(source.epoch(0)))[1][0]
+        fitted = Batches(
+            dataset.train_x, dataset.train_y, options.batch, mean=dataset.mean, std=dataset.std
+        )
+        batches = (batch[0] for _, batch in fitted.epoch(0))
     else:
         images = torch.randn(options.batch, 3, 32, 32, device=options.device)
+        batches = iter(lambda: torch.randn_like(images), None)
     images = images.to(memory_format=torch.channels_last)
+    start = None
+    if options.start:
+        start = learned_start(itertools.islice(batches, options.start), options)
     rows = []
     # bf16 ends at some 3e-3; fp16 has the digits of tf32.
     for kind, precision, wide in (
@@ -154,9 +203,11 @@ def main() -> None:
         ("tf32 f", "tf32", True),
         ("fp16 f and z", "fp16", False),
     ):
-        for narrow in (False, True) if options.narrow else (False,):
-            name = f"ours, {kind}{', narrow' if narrow else ''}"
-            make = functools.partial(ours, wide=wide, narrow=narrow)
+        for narrow, begin in itertools.product(
+            (False, True) if options.narrow else (False,), (None, start) if start else (None,)
+        ):
+            name = f"ours, {kind}{', narrow' if narrow else ''}{', start' if begin else ''}"
+            make = functools.partial(ours, wide=wide, narrow=narrow, start=begin)
             rows.append(measure(name, precision, True, images, options, make))
     for name in () if options.only_ours else ("broyden", "anderson"):
         for precision in ("tf32", "fp16"):
@@ -207,7 +258,7 @@ def measure(
         "reached": bool(reached.max() <= options.tol),
     }
     print(
-        f"{name:26s} {row['ms']:8.2f} ms  {row['steps']:4.0f} steps (median "
+        f"{name:33s} {row['ms']:8.2f} ms  {row['steps']:4.0f} steps (median "
         f"{row['median_steps']:.0f}) with tol "
         f"{row['tolerance']:.1e}  residual: median {row['median_residual']:.1e}, largest "
         f"{row['largest_residual']:.1e}{'' if row['reached'] else '  NOT REACHED'}",

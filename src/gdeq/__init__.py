@@ -16,6 +16,7 @@ from gdeq.regularize import (
 from gdeq.solution import BackwardRecord, Solution, Status
 from gdeq.solve import solve
 from gdeq.solvers import GMRES, Anderson, Broyden, Picard, Solver
+from gdeq.start import fit_start
 from gdeq.state import StateError
 
 __version__ = "0.1.0"
@@ -43,6 +44,7 @@ __all__ = [
     "UnsteadyCellWarning",
     "VariationalDropout",
     "capture",
+    "fit_start",
     "fixed_point",
     "hold",
     "jacobian_penalty",

@@ -21,7 +21,7 @@ from gdeq.regularize import hold
 from gdeq.solution import Solution
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
-from gdeq.state import State, copied
+from gdeq.state import State, conformed, copied
 from gdeq.uncompiled import uncompiled
 
 
@@ -42,6 +42,14 @@ UNSTEADY = (
         "mixes the samples of a batch and moves its averages at every evaluation: use nn.GroupNorm",
     ),
 )
+
+
+# Where z0 came from, for errors of a solve to which none was given.
+FROM_ZEROS = (
+    "gdeq: no z0 was given, so the solve started from zeros like x; if z has another shape than x, "
+    "call deq(x, z0=...) or give the cell a method initial_state(x)"
+)
+FROM_START = "gdeq: no z0 was given, so the solve started from what start(x) returned"
 
 
 class DEQ(nn.Module):
@@ -65,8 +73,13 @@ class DEQ(nn.Module):
         in another way than by training needs ``deq.train()`` and ``deq.eval()`` to be compared
         again.  Where no sample can leave, that is said once.
 
-    ``z0`` is taken from the call; else from ``cell.initial_state(x, ...)`` where the cell has such
-    a method; else it is zeros like x.  ``solution`` is the record of the last call (its z is
+    start: a module or function ``start(x, ...)`` of the cell's inputs that returns a state close to
+        the fixed point, for fewer steps (`gdeq.fit_start` fits one).  No gradient flows through it:
+        the fixed point does not depend on where its solve began.
+
+    ``z0`` is taken from the call; else from ``start``; else from ``cell.initial_state(x, ...)``
+    where the cell has such a method (which also says what form ``start`` must return); else it is
+    zeros like x.  ``solution`` is the record of the last call (its z is
     detached; it keeps the solver's inverse in memory until the next call).
     """
 
@@ -79,11 +92,12 @@ class DEQ(nn.Module):
         solver: Solver | None = Broyden(max_iter=18, tol=1e-3),  # noqa: B008 (frozen)
         gradient: Gradient = DEFAULT,
         narrow: bool = False,
+        start: Callable[..., State] | None = None,
         **unknown: Never,
     ) -> None:
         super().__init__()
         for key in unknown:
-            names = ("cell", "solver", "gradient", "narrow")
+            names = ("cell", "solver", "gradient", "narrow", "start")
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"DEQ has no option {key!r}{hint} (options: {', '.join(names)})")
@@ -93,6 +107,8 @@ class DEQ(nn.Module):
         self.narrow = narrow
         self._check_narrow()
         self.cell = cell
+        self.start = start
+        self._check_start()
         self.solver = solver
         self.gradient = gradient
         self.solution: Solution | None = None
@@ -101,9 +117,13 @@ class DEQ(nn.Module):
     @uncompiled
     def forward(self, *inputs: Any, z0: State = None, **options: Any) -> State:
         self.solution = None  # frees the last call's inverse before this one grows
-        guessed = z0 is None and not hasattr(self.cell, "initial_state")
+        note = ""
         if z0 is None:
-            z0 = self._initial_state(*inputs, **options)
+            if self.start is not None:
+                z0, note = self._started(*inputs, **options), FROM_START
+            else:
+                z0 = self._initial_state(*inputs, **options)
+                note = "" if hasattr(self.cell, "initial_state") else FROM_ZEROS
         if self.solver is not None and not self._warned:  # unrolled, a mask a layer is no harm
             self._warn_of_unsteady_parts()
         with hold(self.cell):
@@ -112,12 +132,8 @@ class DEQ(nn.Module):
                     self._map(inputs, options), z0, self.solver, self.gradient
                 )
             except Exception as problem:
-                if guessed:
-                    problem.add_note(
-                        "gdeq: no z0 was given, so the solve started from zeros like x; if z has "
-                        "another shape than x, call deq(x, z0=...) or give the cell a method "
-                        "initial_state(x)"
-                    )
+                if note:
+                    problem.add_note(note)
                 if not _takes(self.cell, z0, *inputs, **options):
                     problem.add_note(
                         "gdeq: the cell is called as cell(z, x) with the x that deq(x) was given, "
@@ -160,7 +176,28 @@ class DEQ(nn.Module):
             return narrowing.CellOnInputs(self.cell, inputs, options, self._narrowed_well)
         return lambda z: self.cell(z, *inputs, **options)
 
+    def _check_start(self) -> None:
+        if self.start is not None and (not callable(self.start) or isinstance(self.start, type)):
+            raise TypeError(
+                f"start must be a module or function start(x), got {describe(self.start)}"
+            )
+
+    def _started(self, *inputs: Any, **options: Any) -> State:
+        self._check_start()  # it may have been set since
+        assert self.start is not None
+        with torch.no_grad():
+            z0 = self.start(*inputs, **options)
+        x = inputs[0] if inputs else None
+        if hasattr(self.cell, "initial_state"):
+            like = self._initial_state(*inputs, **options)
+        elif isinstance(z0, Tensor) and isinstance(x, Tensor) and z0.shape == x.shape:
+            like = x if x.is_floating_point() else z0
+        else:
+            like = z0  # the form of the state is not known otherwise
+        return conformed(z0, like, "what start returned")
+
     def _initial_state(self, *inputs: Any, **options: Any) -> State:
+        """Where a solve begins without ``z0`` and ``start``."""
         make = getattr(self.cell, "initial_state", None)
         if make is not None:
             return make(*inputs, **options)
@@ -211,6 +248,8 @@ class DEQ(nn.Module):
 
     def extra_repr(self) -> str:
         narrow = ", narrow=True" if self.narrow else ""
+        if self.start is not None and not isinstance(self.start, nn.Module):
+            narrow += f", start={describe(self.start)}"
         return f"solver={self.solver}, gradient={self.gradient}{narrow}"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -95,6 +95,42 @@ def copied(z: State) -> State:
     return _rebuild(structure, [leaf.detach().clone() for _, leaf in leaves])
 
 
+def matched(value: State, like: State, who: str) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of a state beside those of one that has the form it must have.
+
+    Raises a `StateError` that says what is expected.  Floating dtypes may differ: under autocast a
+    network returns half precision, whatever the state has.
+    """
+    wanted: list[tuple[str, Tensor]] = []
+    structure = _flatten(like, "the state", wanted)
+    found: list[tuple[str, Tensor]] = []
+    given = _flatten(value, who, found, structure)
+    if not _same_structure(given, structure):
+        raise StateError(
+            f"{who} has the structure {_sketch(given)}, but the state has {_sketch(structure)}"
+        )
+    for (path, leaf), (_, model) in zip(found, wanted, strict=True):
+        if leaf.shape != model.shape:
+            raise StateError(
+                f"{path} has shape {tuple(leaf.shape)}, but the state there has "
+                f"{tuple(model.shape)}"
+            )
+        if not leaf.is_floating_point():
+            raise StateTypeError(f"{path} has dtype {leaf.dtype}, but the state is floating point")
+        if leaf.device != model.device:
+            raise StateError(f"{path} is on {leaf.device}, but the state is on {model.device}")
+    return [(leaf, model) for (_, leaf), (_, model) in zip(found, wanted, strict=True)]
+
+
+def conformed(value: State, like: State, who: str) -> State:
+    """A state in the structure, dtypes and memory order of another, without autograd history."""
+    leaves = []
+    for leaf, model in matched(value, like, who):
+        same = leaf.dtype == model.dtype and leaf.stride() == model.stride()
+        leaves.append(leaf.detach() if same else torch.empty_like(model).copy_(leaf.detach()))
+    return _rebuild(_flatten(like, "the state", []), leaves)
+
+
 class StateSpace:
     """The layout of one state: how its tensors lie in a batched vector, and what f must return."""
 

@@ -1,0 +1,126 @@
+"""A learned start (after Bai, Koltun & Kolter 2022): a network that predicts where a solve ends.
+
+The fixed point does not depend on where its solve begins, but the number of steps does.  A small
+network is fitted to solved equilibria, by regression, once the cell is trained: in training the
+equilibria move, and it would have to follow.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gdeq.layer import DEQ
+from gdeq.options import count, describe
+from gdeq.state import State, full_precision, matched
+
+WARMUP = 0.05  # share of the steps over which the rate rises; then it falls to 0
+
+
+def fit_start(
+    deq: DEQ, start: nn.Module, batches: Iterable[Any], *, steps: int = 300, lr: float = 3e-3
+) -> Tensor:
+    """Fit ``start(x)`` to the equilibria of ``deq``; then set ``deq.start = start`` to use it.
+
+    batches: the cell's inputs, a tensor x or a tuple of all of them; gone through again and again.
+        Those of a list or tuple are solved once, and their equilibria kept; those of anything else
+        (a loader) each time that they come.
+    steps, lr: of Adam.
+
+    Returns ‖start(x) − z*‖/‖z*‖, the root mean square over the samples, at each step: (steps,).
+    z* is found by the layer's own solver, in eval mode, from where it would begin without a start.
+    The layer is not changed.
+    """
+    _check(deq, start, steps, lr)
+    parameters = [p for p in start.parameters() if p.requires_grad]
+    optimizer = torch.optim.Adam(parameters, lr=lr)
+    known: dict[int, State] | None = {} if isinstance(batches, Sequence) else None
+    was_training, start_was_training = deq.training, start.training
+    distances = []
+    try:
+        deq.eval()
+        start.train()
+        for step, (index, inputs) in enumerate(_repeated(batches, steps)):
+            z = None if known is None else known.get(index)
+            if z is None:
+                z = _equilibrium(deq, inputs)
+                if known is not None:
+                    known[index] = z
+            for group in optimizer.param_groups:
+                group["lr"] = lr * min((step + 1) / (WARMUP * steps), 1 - step / steps)
+            # Outside autocast: gradients of a mean over all numbers are too small for float16.
+            with torch.enable_grad(), full_precision(parameters[0].device):
+                loss = _distance(start(*(_widened(x, parameters[0].dtype) for x in inputs)), z)
+                optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+            distances.append(loss.detach().sqrt())
+    finally:
+        start.train(start_was_training)
+        if was_training:
+            deq.train()
+    found = torch.stack(distances)
+    if not found.isfinite().all():
+        first = int((~found.isfinite()).int().argmax())
+        raise ValueError(
+            f"start(x) or its equilibrium is not finite at step {first}: look whether x is, and "
+            f"deq.solution; or lr={lr:g} is too large"
+        )
+    return found
+
+
+def _check(deq: object, start: object, steps: object, lr: object) -> None:
+    if not isinstance(deq, DEQ):
+        raise TypeError(f"deq must be a gdeq.DEQ, got {describe(deq)}")
+    if not isinstance(start, nn.Module):
+        raise TypeError(
+            f"start must be a module whose parameters are fitted, got {describe(start)}"
+        )
+    if not any(p.requires_grad for p in start.parameters()):
+        raise ValueError("start has no parameter that requires a gradient: nothing can be fitted")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be an integer of at least 1, got {steps!r}")
+    if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 < lr < math.inf:
+        raise ValueError(f"lr must be a number above 0, got {lr!r}")
+
+
+def _repeated(batches: Iterable[Any], steps: int) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """So many batches with their places, from the front again when there are no more."""
+    left = steps
+    while left > 0:
+        before = left
+        for index, batch in enumerate(itertools.islice(batches, left)):
+            yield index, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+            left -= 1
+        if left == before:
+            raise ValueError(
+                f"batches ended after {steps - left} of {count(steps, 'step')} and cannot be gone "
+                "through again: give a list, a loader or an iterator that is long enough"
+            )
+
+
+@torch.no_grad()
+def _equilibrium(deq: DEQ, inputs: tuple[Any, ...]) -> State:
+    return deq(*inputs, z0=deq._initial_state(*inputs))
+
+
+def _distance(found: State, z: State) -> Tensor:  # -> ()
+    """‖found − z‖²/‖z‖², the mean over the samples."""
+    apart = size = torch.zeros(())
+    for leaf, known in matched(found, z, "what start returned"):
+        wide = torch.promote_types(known.dtype, torch.float32)
+        target = known.to(wide)
+        apart = apart + (leaf.to(wide) - target).flatten(1).square().sum(1)
+        size = size + target.flatten(1).square().sum(1)
+    return (apart / size.clamp_min(torch.finfo(size.dtype).tiny)).mean()
+
+
+def _widened(x: Any, dtype: torch.dtype) -> Any:
+    """What an autocast region left in half precision, in that of the network's parameters."""
+    half = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
+    return x.to(dtype) if half else x
