@@ -16,6 +16,7 @@ training images; its own time is in the row.  --only-ours leaves out torchdeq's.
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import itertools
 import json
@@ -148,6 +149,15 @@ def theirs(
     return solve
 
 
+def in_half(start: MDEQStart) -> MDEQStart:
+    """For autocast to float16, which would cast the weights at each call."""
+    start = copy.deepcopy(start)
+    for module in start.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            module.half()
+    return start
+
+
 def residual(model: MDEQ, z: State, injection: Tensor) -> Tensor:  # (batch,)
     """By plain float32, whatever the solve was done in."""
     cell: Any = model.deq.cell
@@ -207,7 +217,8 @@ def main() -> None:
             (False, True) if options.narrow else (False,), (None, start) if start else (None,)
         ):
             name = f"ours, {kind}{', narrow' if narrow else ''}{', start' if begin else ''}"
-            make = functools.partial(ours, wide=wide, narrow=narrow, start=begin)
+            used = in_half(begin) if begin and precision == "fp16" else begin
+            make = functools.partial(ours, wide=wide, narrow=narrow, start=used)
             rows.append(measure(name, precision, True, images, options, make))
     for name in () if options.only_ours else ("broyden", "anderson"):
         for precision in ("tf32", "fp16"):

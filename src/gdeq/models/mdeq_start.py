@@ -32,13 +32,12 @@ class MDEQStart(nn.Module):
             Up(low, high, 1, groups, gain=1.0) for high, low in pairwise(channels)
         )
         self.up_norms = nn.ModuleList(group_norm(groups, width) for width in channels)
-        self.out = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for width in channels)
+        self.out = nn.ModuleList(conv(width, width, 3) for width in channels)
         for module in self.modules():  # Adam's rate is one of weights of this size
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight)
-        for layer in self.out:
-            for parameter in layer.parameters():
-                nn.init.zeros_(parameter)
+        for parameter in self.out.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, injection: Tensor) -> MultiscaleState:
         streams, y = [], injection
