@@ -22,7 +22,13 @@ except ImportError:
 def make_quicker() -> None:
     if interpreter is None or os.environ.get("TRITON_INTERPRET") != "1":
         return  # the compiler, which shares the types, is left alone
-    for change in (patch_once_a_launch, check_what_is_told, make_types_once, broadcast_if_needed):
+    for change in (
+        patch_once_a_launch,
+        call_directly,
+        check_what_is_told,
+        make_types_once,
+        broadcast_if_needed,
+    ):
         with contextlib.suppress(AttributeError):  # another Triton goes about it in another way
             change()
 
@@ -56,6 +62,25 @@ def patch_once_a_launch() -> None:
         return scope
 
     interpreter._patch_lang = patch_once
+
+
+def call_directly() -> None:
+    """Around each function of the language are one that looks for ``_semantic`` and one that gives
+    it."""
+    if not hasattr(interpreter, "_patch_attr"):
+        return
+    semantic = interpreter.interpreter_semantic
+
+    def patch_attr(obj, name, member, builder, scope):
+        function = inspect.unwrap(member)
+
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    interpreter._patch_attr = patch_attr
 
 
 def check_what_is_told() -> None:
