@@ -87,7 +87,10 @@ def test_a_key_like_nothing(gdeq):
         ("epochs=[1", "epochs: cannot read the value '[1'"),
         ("solver=picard", "solver=picard builds none; use solver=broyden, or another gradient"),
         ("solver=anderson", "solver=anderson builds none; use solver=broyden, or another gradient"),
-        ("gradient.tolerance=-1", "error: gradient.tolerance must be above 0, got -1.0"),
+        (
+            "gradient.tolerance=-1",
+            "error: gradient.tolerance must be above 0 and at most 1, got -1.0",
+        ),
     ],
 )
 def test_a_value_that_does_not_fit(gdeq, setting, message):
