@@ -407,8 +407,41 @@ def test_bad_input_to_the_fit():
     with pytest.raises(gdeq.StateError, match="what start returned has shape"):
         gdeq.fit_start(deq, nn.Linear(WIDTH, 2, dtype=F64), [x])
     x[0, 0] = torch.nan
-    with pytest.raises(ValueError, match="not finite at step 0"):
+    with pytest.raises(ValueError, match=r"start\(x\) is not finite at step"):
         gdeq.fit_start(deq, network, [x], steps=3)
+    with pytest.raises(TypeError, match="list or loader of batches"):
+        gdeq.fit_start(deq, network, draw())
+
+
+def test_samples_without_an_equilibrium_are_not_fitted():
+    """z = 3z + x for one of them: it runs away, and nothing may be learned from it."""
+    x, networks = draw(8), [nn.Linear(WIDTH, WIDTH, dtype=F64) for _ in range(2)]
+    networks[1].load_state_dict(networks[0].state_dict())
+    scale, solver = torch.full((8, 1), 0.3, dtype=F64), gdeq.Picard(60, tol=1e-9)
+    deq = gdeq.DEQ(lambda z, x, scale: scale * torch.tanh(z) + x, solver, gdeq.JFB())
+    wild = gdeq.DEQ(
+        lambda z, x, scale: torch.where(scale > 1, z + 1e3, scale * torch.tanh(z)) + x,
+        solver,
+        gdeq.JFB(),
+    )
+
+    class Alone(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x, scale):
+            return self.inner(x)
+
+    gdeq.fit_start(deq, Alone(networks[0]), [(x[1:], scale[1:])], steps=20)
+    scale[0] = 3.0
+    with pytest.warns(UserWarning, match="1 of 8 samples have no equilibrium"):
+        found = gdeq.fit_start(wild, Alone(networks[1]), [(x, scale)], steps=20)
+    assert found[-1] < found[0]
+    torch.testing.assert_close(networks[1].weight, networks[0].weight)
+    assert all(p.grad is None for p in networks[1].parameters())
+    with pytest.raises(ValueError, match="none of the 8 samples has an equilibrium"):
+        gdeq.fit_start(wild, Alone(networks[1]), [(x, scale.fill_(3.0))], steps=2)
 
 
 def test_a_fit_under_autocast_is_not_in_half_precision():

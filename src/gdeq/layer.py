@@ -49,7 +49,10 @@ FROM_ZEROS = (
     "gdeq: no z0 was given, so the solve started from zeros like x; if z has another shape than x, "
     "call deq(x, z0=...) or give the cell a method initial_state(x)"
 )
-FROM_START = "gdeq: no z0 was given, so the solve started from what start(x) returned"
+FROM_START = (
+    "gdeq: no z0 was given, so the solve started from what start(x) returned; if z has another "
+    "shape than that, the fault is there"
+)
 
 
 class DEQ(nn.Module):

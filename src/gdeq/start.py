@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from gdeq.layer import DEQ
 from gdeq.options import count, describe
 from gdeq.state import State, full_precision, matched
 
+Target = tuple[State, Tensor]  # equilibria, and (batch,) which of them were found
 WARMUP = 0.05  # share of the steps over which the rate rises; then it falls to 0
 
 
@@ -34,47 +36,63 @@ def fit_start(
 
     Returns ‖start(x) − z*‖/‖z*‖, the root mean square over the samples, at each step: (steps,).
     z* is found by the layer's own solver, in eval mode, from where it would begin without a start.
-    The layer is not changed.
+    Samples that it does not bring to its tolerance are left out, with a warning.  The layer is not
+    changed.
     """
-    _check(deq, start, steps, lr)
+    _check(deq, start, batches, steps, lr)
     parameters = [p for p in start.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(parameters, lr=lr)
-    known: dict[int, State] | None = {} if isinstance(batches, Sequence) else None
+    known: dict[int, Target] | None = {} if isinstance(batches, Sequence) else None
+    seen = unsolved = 0
     was_training, start_was_training = deq.training, start.training
     distances = []
     try:
         deq.eval()
         start.train()
         for step, (index, inputs) in enumerate(_repeated(batches, steps)):
-            z = None if known is None else known.get(index)
-            if z is None:
-                z = _equilibrium(deq, inputs)
+            target = None if known is None else known.get(index)
+            if target is None:
+                target = _equilibrium(deq, inputs)
+                seen, unsolved = seen + len(target[1]), unsolved + int((~target[1]).sum())
                 if known is not None:
-                    known[index] = z
+                    known[index] = target
             for group in optimizer.param_groups:
                 group["lr"] = lr * min((step + 1) / (WARMUP * steps), 1 - step / steps)
             # Outside autocast: gradients of a mean over all numbers are too small for float16.
             with torch.enable_grad(), full_precision(parameters[0].device):
-                loss = _distance(start(*(_widened(x, parameters[0].dtype) for x in inputs)), z)
+                found = start(*(_widened(x, parameters[0].dtype) for x in inputs))
+                loss = _distance(found, *target)
                 optimizer.zero_grad()
                 loss.backward()
             optimizer.step()
             distances.append(loss.detach().sqrt())
     finally:
+        optimizer.zero_grad(set_to_none=True)
         start.train(start_was_training)
         if was_training:
             deq.train()
-    found = torch.stack(distances)
-    if not found.isfinite().all():
-        first = int((~found.isfinite()).int().argmax())
+    if unsolved == seen:
         raise ValueError(
-            f"start(x) or its equilibrium is not finite at step {first}: look whether x is, and "
-            f"deq.solution; or lr={lr:g} is too large"
+            f"none of the {count(seen, 'sample')} has an equilibrium to the tolerance of "
+            f"{deq.solver}: there is nothing to fit"
         )
-    return found
+    curve = torch.stack(distances)
+    if not curve.isfinite().all():
+        first = int((~curve.isfinite()).int().argmax())
+        raise ValueError(
+            f"start(x) is not finite at step {first}: look whether x is; or lr={lr:g} is too large"
+        )
+    if unsolved:
+        warnings.warn(
+            f"{unsolved} of {count(seen, 'sample')} have no equilibrium to the tolerance of "
+            f"{deq.solver} and were not fitted",
+            UserWarning,
+            stacklevel=2,
+        )
+    return curve
 
 
-def _check(deq: object, start: object, steps: object, lr: object) -> None:
+def _check(deq: object, start: object, batches: object, steps: object, lr: object) -> None:
     if not isinstance(deq, DEQ):
         raise TypeError(f"deq must be a gdeq.DEQ, got {describe(deq)}")
     if not isinstance(start, nn.Module):
@@ -83,6 +101,8 @@ def _check(deq: object, start: object, steps: object, lr: object) -> None:
         )
     if not any(p.requires_grad for p in start.parameters()):
         raise ValueError("start has no parameter that requires a gradient: nothing can be fitted")
+    if isinstance(batches, Tensor):
+        raise TypeError("batches must be a list or loader of batches: for a tensor, x.split(128)")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be an integer of at least 1, got {steps!r}")
     if isinstance(lr, bool) or not isinstance(lr, (int, float)) or not 0 < lr < math.inf:
@@ -105,19 +125,26 @@ def _repeated(batches: Iterable[Any], steps: int) -> Iterator[tuple[int, tuple[A
 
 
 @torch.no_grad()
-def _equilibrium(deq: DEQ, inputs: tuple[Any, ...]) -> State:
-    return deq(*inputs, z0=deq._initial_state(*inputs))
+def _equilibrium(deq: DEQ, inputs: tuple[Any, ...]) -> Target:
+    z = deq(*inputs, z0=deq._initial_state(*inputs))
+    solution, solver = deq.solution, deq.solver
+    assert solution is not None
+    asked = solver is not None and solver.tol > 0
+    return z, solution.converged if asked else solution.residual.isfinite()
 
 
-def _distance(found: State, z: State) -> Tensor:  # -> ()
-    """‖found − z‖²/‖z‖², the mean over the samples."""
+def _distance(found: State, z: State, solved: Tensor) -> Tensor:  # -> ()
+    """‖found − z‖²/‖z‖², the mean over the solved samples."""
     apart = size = torch.zeros(())
     for leaf, known in matched(found, z, "what start returned"):
         wide = torch.promote_types(known.dtype, torch.float32)
         target = known.to(wide)
         apart = apart + (leaf.to(wide) - target).flatten(1).square().sum(1)
         size = size + target.flatten(1).square().sum(1)
-    return (apart / size.clamp_min(torch.finfo(size.dtype).tiny)).mean()
+    some = solved & (size > 0)
+    # Selected before dividing: what is left out has no part in the gradient either.
+    share = torch.where(some, apart, 0.0) / torch.where(some, size, 1.0)
+    return share.sum() / some.sum().clamp(min=1)
 
 
 def _widened(x: Any, dtype: torch.dtype) -> Any:

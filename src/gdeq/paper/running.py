@@ -123,6 +123,9 @@ class Journey:
 
     def check(self, planned: Sequence[Planned]) -> dict[str, Config]:
         """The configuration of each; before any is begun, what is there must be of the same."""
+        for place in self.finished:
+            if not place.is_dir():
+                raise RunError(f"--finished {place}: there is no such folder")
         wanted = {run.name: run.config(self.overrides, self.root) for run in planned}
         for run in planned:
             for place in (self.out, *self.finished):
@@ -164,9 +167,6 @@ class Journey:
         return lines
 
     def go(self, planned: Sequence[Planned]) -> list[Outcome]:
-        for place in self.finished:
-            if not place.is_dir():
-                raise RunError(f"--finished {place}: there is no such folder")
         wanted = self.check(planned)
         for config in wanted.values():
             warning = caution(config, process.start(config.device).device)
