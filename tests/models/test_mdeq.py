@@ -384,6 +384,14 @@ class Watched(Serial):
         self.joined = True
 
 
+def few_programs(monkeypatch):
+    """The interpreter's time goes by programs."""
+    for module in (norms, weights):
+        for name, tuning in module.TUNING.items():
+            few = {"run_bytes": 1 << 20} if module is norms else {"rows": 64}
+            monkeypatch.setitem(module.TUNING, name, replace(tuning, **few))
+
+
 @pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
 @pytest.mark.parametrize(
     "overrides",
@@ -417,10 +425,7 @@ def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
     monkeypatch.setattr(layers, "merge", lambda *a: calls.append("merge") or weights.merge(*a))
     batched = lambda *a, **k: calls.append(len(a[0])) or norms.batch_norms(*a, **k)  # noqa: E731
     monkeypatch.setattr(layers, "batch_norms", batched)
-    for module in (norms, weights):
-        for name, tuning in module.TUNING.items():
-            few = {"run_bytes": 1 << 20} if module is norms else {"rows": 64}
-            monkeypatch.setitem(module.TUNING, name, replace(tuning, **few))
+    few_programs(monkeypatch)
     found = outcome()
     # Batch norms: three of the stem, three at each scale, two on the way down, the last.
     by_batch = [1] * 3 + [1, 1, 2] * 3 + [1] * 3
@@ -445,6 +450,7 @@ def test_the_head_with_zeros_beside_its_channels_computes_the_same(dtype, traini
     z = [torch.randn(3, c, h, h).to(dtype) for c, h in ((4, 4), (4, 2), (6, 2))]
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: dtype)
     monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
+    few_programs(monkeypatch)
     names = list(first.state_dict())
     outcomes = []
     for multiple in (1, 8):
