@@ -304,15 +304,15 @@ def test_resumed_bit_for_bit(tmp_path, few_images):
 
 
 def test_trains_as_well_as_the_preset(tmp_path):
-    """Two epochs of digits: no higher loss than the preset's optimiser reaches."""
-    common = ["epochs=2", "device=cpu", "log_every=1000", "solver.max_iter=6"]
+    """One epoch of digits, with steps that lower the loss: the preset's are too small by then."""
+    common = ["epochs=1", "device=cpu", "log_every=1000", "solver.max_iter=6"]
     ours = ["optimizer=muon", "optimizer.lr=0.05", "optimizer.weight_decay=0.1"]
     losses = {}
     for name, settings in (("adam", []), ("muon", ours)):
         place = tmp_path / name
         runs.train(place, configs.load("digits", [*common, *settings]))
         losses[name] = training_runs.metrics(place)[-1]["test_loss"]
-    assert losses["muon"] < losses["adam"] + 0.02
+    assert losses["muon"] < losses["adam"] - 0.2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
