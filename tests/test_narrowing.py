@@ -687,10 +687,11 @@ def test_a_table_for_all_samples_may_have_as_many_rows_as_are_left(form, size, r
     cell.register_forward_pre_hook(lambda _module, given: seen.append(len(given[0])))
     found = []
     for narrow in (False, True):
-        deq = gdeq.DEQ(cell, gdeq.Broyden(60, tol=1e-10), narrow=narrow).eval()
+        tol = 1e-10 if form == "plain" else 1e-5  # fewer steps for the interpreter
+        deq = gdeq.DEQ(cell, gdeq.Broyden(60, tol=tol), narrow=narrow).eval()
         with choice.use(form):
             found.append(deq(x, strength, table=table))
-    assert {64, 32, 16, 8, 4}.issubset(seen) if size == 64 else {8, 4}.issubset(seen)
+    assert ({64, 32, 16, 8, 4} if size == 64 else {8, 4, 2}) <= set(seen)
     torch.testing.assert_close(found[1], found[0], rtol=1e-8, atol=1e-10)
 
 
