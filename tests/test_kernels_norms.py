@@ -708,13 +708,15 @@ def test_fuse_without_own_and_without_scale(tile, device):
             close(a, b, 1e-4)
 
 
-WHOLE_FUSIONS = [
-    ((1, 2, 3), (8, 16), 16),
-    ((0, 1, 2), (8, 4), 32),
-    ((0, 0, 1), (2, 2), 8),
-    ((0, 0, 0), (1, 2), 64),
-    ((2,), (4, 4), 4),
-    ((0, 2), (4, 8), 16),
+WHOLE_FUSIONS = [  # levels, size, channels, groups
+    ((1, 2, 3), (8, 16), 16, 4),
+    ((0, 1, 2), (8, 4), 32, 4),
+    ((0, 0, 1), (2, 2), 8, 4),
+    ((0, 0, 0), (1, 2), 64, 4),
+    ((2,), (4, 4), 4, 4),
+    ((0, 2), (4, 8), 16, 4),
+    ((1, 2), (8, 8), 4, 2),  # tiles of fewer numbers than a warp has threads
+    ((0, 1), (4, 4), 4, 2),
 ]
 
 
@@ -725,14 +727,14 @@ WHOLE_FUSIONS = [
 def test_whole_fuse_gradients_are_those_of_the_other_kernel(
     fusion, each, dtype, device, monkeypatch
 ):
-    levels, size, channels = fusion
+    levels, size, channels, groups = fusion
     whole = norms.fusion_whole
     own = channels_last(2, channels, *size, device=device).to(dtype).requires_grad_()
     sources = []
     for i, source in enumerate(sources_of(levels, channels, *size, device)):
         shape = (2, channels) if each else (channels,)
         affine = [None, None]
-        if i != 1:
+        if i != 1 or len(levels) == 2:
             affine = [torch.randn(shape, device=device).requires_grad_() for _ in range(2)]
         sources.append(Source(source.raw.to(dtype).requires_grad_(), *affine, source.levels))
     tensors = [own, *(t for s in sources for t in (s.raw, s.weight, s.bias))]
@@ -745,7 +747,7 @@ def test_whole_fuse_gradients_are_those_of_the_other_kernel(
         results = []
         for enabled in (False, True):
             monkeypatch.setattr(whole, "enabled", enabled)
-            y = fuse(own, sources, 4, relu=relu)
+            y = fuse(own, sources, groups, relu=relu)
             results.append(torch.autograd.grad(y, inputs, direction, retain_graph=True))
             (alone,) = torch.autograd.grad(y, sources[0].raw, direction)  # without own
             assert torch.equal(alone, results[-1][1])
