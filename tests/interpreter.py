@@ -66,21 +66,30 @@ def patch_once_a_launch() -> None:
 
 def call_directly() -> None:
     """Around each function of the language are one that looks for ``_semantic`` and one that gives
-    it."""
-    if not hasattr(interpreter, "_patch_attr"):
+    it, made anew at each launch."""
+    if not hasattr(interpreter, "_patch_builtin"):
         return
-    semantic = interpreter.interpreter_semantic
+    language, semantic = interpreter.tl, interpreter.interpreter_semantic
 
-    def patch_attr(obj, name, member, builder, scope):
+    def direct(member):
         function = inspect.unwrap(member)
 
         def call(*args, **kwargs):
             kwargs["_semantic"] = semantic
             return function(*args, **kwargs)
 
-        scope.set_attr(obj, name, call)
+        return call
 
-    interpreter._patch_attr = patch_attr
+    @functools.cache
+    def calls(package):
+        found = inspect.getmembers(package, language.core.is_builtin)
+        return [(name, direct(member)) for name, member in found]
+
+    def patch_builtin(package, builder, scope):
+        for name, call in calls(package):
+            scope.set_attr(package, name, call)
+
+    interpreter._patch_builtin = patch_builtin
 
 
 def check_what_is_told() -> None:
