@@ -24,6 +24,7 @@ from gdeq.models.mdeq import mdeq
 from gdeq.recording import Repeated, Stage, rehearsal
 from gdeq.solution import Status
 from problems import assert_near, leaves
+from sweeps import ledger_of
 
 pytest.importorskip("triton")
 from gdeq.kernels import product as fused
@@ -187,12 +188,9 @@ def test_a_sample_that_is_done_does_not_change_by_a_bit(form, monkeypatch):
     seen = []
 
     def watched(sweep, size):
-        if form == "triton":
-            active, steps = sweep.whole[0] != 0, sweep.steps
-        else:
-            active, steps = sweep.ledger.active, sweep.steps
-        taken = sweep.ledger.steps
-        seen.append((sweep, ~active, sweep.z.clone(), steps.clone(), taken.clone()))
+        ledger = ledger_of(sweep)
+        known = sweep.z.clone(), sweep.steps.clone(), ledger.steps.clone()
+        seen.append((sweep, ~ledger.active, *known))
         return narrow(sweep, size)
 
     narrow = kind.narrow

@@ -32,6 +32,7 @@ from problems import (
     paper_broyden,
     transposed_system,
 )
+from sweeps import ledger_of
 
 pytest.importorskip("triton")
 from gdeq.kernels import product as fused
@@ -545,14 +546,15 @@ def test_repeated_steps_are_the_counted_ones(tol):
             sweep.judge_next(problem(sweep.z).reshape(-1))
             sweep.go_on()
             played += 1
-        codes, residual, at = sweep.ledger.finish()
-        found, inverse = sweep.settle(at, 9)
-        assert codes.tolist() == expected.codes.tolist()
+        found = sweep.settle(9)
+        assert found.codes.tolist() == expected.codes.tolist()
         assert played == int(expected.steps.max())
-        assert_near(found, expected.z, 1e-12)
-        assert_near(residual, expected.residual, 1e-12)
+        assert_near(found.z, expected.z, 1e-12)
+        assert_near(found.residual, expected.residual, 1e-12)
+        assert_near(sweep.trace[:played], expected.trace, 1e-12)
+        assert not z.any()  # the first iterate is left as it was
         x = torch.randn_like(z)
-        assert_near(inverse.rmatvec(x), expected.inverse.rmatvec(x), 1e-10)
+        assert_near(found.inverse.rmatvec(x), expected.inverse.rmatvec(x), 1e-10)
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -568,8 +570,12 @@ def test_of_a_sample_that_is_done_no_steps_are_read(at_once, monkeypatch):
         fz[0] = 0.5  # found by the first step
         sweep.take(t, fz.reshape(-1))
     assert sweep.gram.isfinite().all()
-    assert sweep.ledger.codes.tolist() == [Status.CONVERGED, Status.RUNNING]
-    assert sweep.ledger.steps.tolist() == [1, 5]
+    assert ledger_of(sweep).codes.tolist() == [Status.CONVERGED, Status.RUNNING]
+    assert ledger_of(sweep).steps.tolist() == [1, 5]
+    assert sweep.left() == 1
+    assert (sweep.z[0] == 0.5).all()
+    assert sweep.steps[0].isnan().all()  # nor written
+    sweep.settle(5)
     assert (sweep.trace[:5, 0] == 0).all()
     assert (sweep.z[0] == 0.5).all()
 

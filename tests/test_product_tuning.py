@@ -5,19 +5,24 @@ Without a GPU the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import gdeq
 from gdeq.kernels import choice
 from gdeq.operators import Refinement
 from gdeq.product import PlainSweep
+from gdeq.solution import Status
 from problems import assert_near
+from sweeps import ledger_of
 
 pytest.importorskip("triton")
-from gdeq.kernels import product, product_apply, refinement
+from gdeq.kernels import product, product_apply, refinement, state
+from gdeq.kernels.product_judge import STEPS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter divides 0 by 0 aloud.
@@ -110,6 +115,25 @@ def test_no_factor_asks_for_the_inner_product_that_is_not_formed(transposed):
         assert_near(expected, -(x + torch.einsum("bj,bjd->bd", weight, inverse.steps)), 1e-10)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_no_weight_needs_of_the_gram_matrix_may_hold_anything(transposed):
+    """Products of the last step, which are not known yet, and those of a factor that is skipped."""
+    f, z0 = bumpy(torch.float64)
+    x = torch.randn_like(z0)
+    steps, skipped = 12, 4  # more than are under way from memory at once
+    with choice.use("triton"):
+        inverse = gdeq.solve(f, z0, gdeq.Broyden(steps, 0.0)).inverse.vectors
+        inverse.keep[:, skipped - 1 : skipped + 1] = False
+        inverse = inverse.T if transposed else inverse
+        gram = inverse.gram.clone()
+        for place in (skipped, steps):
+            gram[:, place] = gram[:, :, place] = torch.nan
+        found = replace(inverse, gram=gram).matvec(x)
+        assert torch.equal(found, inverse.matvec(x))
+    with choice.use("plain"):
+        assert_near(found, inverse.matvec(x), 1e-10)
+
+
 HALF = torch.finfo(torch.bfloat16).eps
 
 
@@ -130,8 +154,11 @@ def drive(kind, dtype, solver, precision, steps, **fields):
 
 
 def noted(sweep):
-    known = sweep.gram.tril(), sweep.keep, sweep.weight, sweep.lead, sweep.moves
-    return sweep.z, sweep.steps, *known, sweep.real, sweep.whole, sweep.trace, sweep.arrived
+    known = sweep.gram, sweep.keep, sweep.weight, sweep.lead, sweep.moves
+    made = torch.arange(sweep.steps.shape[1], device=DEVICE) <= sweep.whole[STEPS].unsqueeze(1)
+    settled = sweep.settle(sweep.max_steps)[:5]  # and with it the trace
+    known = *known, sweep.real, sweep.whole, sweep.trace, sweep.arrived, sweep.unfinished
+    return sweep.steps[made], *known, *(x for x in settled if x is not None)
 
 
 def assert_same_bits(a, b):
@@ -148,6 +175,103 @@ class Counted:
     def __getitem__(self, grid):
         self.launched += 1
         return self.kernel[grid]
+
+
+class Watched(TorchDispatchMode):
+    """The kernels, and those operations that are more than a view or room for numbers."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.seen = []
+        for module, name in [(product, "_dots"), (product, "_step"), (product, "_settle")]:
+            monkeypatch.setattr(module, name, self.kernel(getattr(module, name), name))
+        monkeypatch.setattr(state, "_move", self.kernel(state._move, "_move"))
+
+    def kernel(self, kernel, name):
+        watched = self
+
+        class Launched:
+            def __getitem__(self, grid):
+                def launch(*args, **kwargs):
+                    watched.seen.append(name)
+                    with _disable_current_modes():  # the interpreter has operations of its own
+                        kernel[grid](*args, **kwargs)
+
+                return launch
+
+        return Launched()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith(("empty", "new_empty")):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def lately(self):
+        seen, self.seen = self.seen, []
+        return seen
+
+
+@pytest.mark.parametrize("tol", [0.0, 1e-3])
+def test_an_iterate_is_two_kernels_and_the_end_is_one(monkeypatch, tol):
+    z, sizes, solver = torch.zeros(2, 150, device=DEVICE), [100, 50], gdeq.Broyden(4, tol)
+    f = torch.linspace(0, 1, 300, device=DEVICE).bfloat16()
+    table = product.table(tuple(sizes), product.tuning.block, DEVICE)  # kept for ever
+    state.split_buffer(z, sizes, torch.bfloat16)  # its table too
+    with Watched(monkeypatch) as watched:
+        sweep = product.Sweep(z, sizes, torch.bfloat16, solver, HALF, 4, None)
+        assert watched.lately() == ["_move", "zeros"] + ["full"] * (tol > 0)
+        assert sweep.table is table
+        for t in range(2):
+            sweep.take(t, f * t)
+            assert watched.lately() == ["mul", "_dots", "_step"]
+        sweep.prepare_repetition()
+        sweep.judge_next(f)
+        sweep.go_on()
+        assert watched.lately() == ["_dots", "_step"]
+        sweep.go_back()
+        assert watched.lately() == ["_settle"]
+        found = sweep.settle(2)
+        assert watched.lately() == ["_settle"]
+    assert found.parts is sweep.parts
+    assert torch.equal(found.parts, state.split_buffer(found.z, sizes, torch.bfloat16))
+    assert not z.any()
+
+
+@pytest.mark.parametrize("stop", ["relative", "absolute"])
+@pytest.mark.parametrize("tol", [0.0, 1e-3])
+def test_what_is_settled_is_what_the_ledger_says(tol, stop):
+    """Every code beside every kind of residual, where the first was 1."""
+    codes = [Status.RUNNING, Status.CONVERGED, Status.ROUNDING]
+    codes += [Status.NONFINITE, Status.NONFINITE_START]
+    sizes = [0.0, 0.5, 0.9995, 1.0005, 1.5, torch.inf, torch.nan]
+    made = torch.tensor([*itertools.product(map(int, codes), sizes, [1e-17, 0.1])])
+    batch, steps, last = len(made), 5, 4
+    z = torch.zeros(batch, 3, dtype=torch.float64, device=DEVICE)
+    sweep = product.Sweep(z, [3], z.dtype, gdeq.Broyden(steps, tol, stop=stop), 1e-16, steps, None)
+    sweep.z = torch.full_like(z, 100.0)
+    sweep.steps = torch.ones(batch, steps + 1, 3, dtype=z.dtype, device=DEVICE)
+    sweep.keep.fill_(1)
+    sweep.trace.fill_(7.0)
+    code, absolute, relative = made.to(DEVICE, z.dtype).T
+    one = torch.ones_like(relative)
+    sweep.real = torch.stack([absolute, relative, one, one, one, 0.25 * one, 0.125 * one])
+    sweep.whole = torch.stack([0 * one, code, last * one, 2 * one]).int()
+    ledger = ledger_of(sweep)
+    codes, residual, at = ledger.finish()
+    found = sweep.settle(steps)
+    assert torch.equal(found.codes, codes)
+    assert len(codes.unique()) >= 7
+    assert torch.equal(found.residual.nan_to_num(-1), residual.nan_to_num(-1))
+    assert torch.equal(found.steps, ledger.steps)
+    back = at < last
+    assert back.any()
+    assert not back.all()
+    assert torch.equal(found.z, torch.where(back, at, 100).unsqueeze(1).expand_as(z).double())
+    place = torch.arange(sweep.places, device=DEVICE)
+    assert torch.equal(found.inverse.keep, place < at.unsqueeze(1))
+    assert (sweep.trace[:last] == 7).all()
+    assert torch.equal(sweep.trace[last].nan_to_num(-1), ledger.residual.nan_to_num(-1))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +329,7 @@ def test_the_change_of_g_from_inner_products_is_that_of_the_plain_form(monkeypat
     assert_kept_for_a_while(plain.keep[:, :steps])
     assert_near(found.z, plain.z, 1e-9)
     assert_near(found.gram[:, :steps, :steps], plain.gram[:, :steps, :steps], 1e-9)
-    assert found.ledger.codes.tolist() == plain.ledger.codes.tolist()
+    assert ledger_of(found).codes.tolist() == plain.ledger.codes.tolist()
 
 
 @pytest.mark.parametrize("measured", [True, False])
@@ -271,7 +395,7 @@ def test_a_far_iterate_is_not_taken_for_a_solution(form, dtype, slope, far):
     sweep = kind(z0, [5], dtype, solver, precision, 3, None)
     for t in range(3):
         sweep.take(t, f(sweep.z).reshape(-1))
-    ledger = sweep.ledger
+    ledger = ledger_of(sweep)
     assert ledger.relative[0] <= tol  # it looks converged
     assert sweep.z[0].abs().min() > 1e4
     assert ledger.codes.tolist() == [int(gdeq.Status.RUNNING)] * 2

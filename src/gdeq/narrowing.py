@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sized
 from types import FunctionType
 from typing import Any, Protocol
@@ -351,7 +350,6 @@ def _of(f: VectorMap, chosen: Tensor, batch: int) -> VectorMap:
     space.batch, space.shapes = size, [torch.Size((size, *shape[1:])) for shape in space.shapes]
     other = copy.copy(f)
     other.space, other.f = space, f.f.of(chosen, batch)
-    other.starts = list(itertools.accumulate((size * n for n in space.sizes), initial=0))
     return other
 
 

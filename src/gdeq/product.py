@@ -36,7 +36,7 @@ for which there is no counterpart in a product, so there the plain form is used.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -120,6 +120,17 @@ class ProductInverse(Inverse):
     @property
     def stored(self) -> tuple[Tensor, ...]:
         return (self.steps,) if self.scales is None else (self.steps, self.scales.values)
+
+
+class Settled(NamedTuple):
+    """What a sweep has found for each sample."""
+
+    z: Tensor  # (batch, d)
+    parts: Tensor | None  # (batch·d,) the same in parts, where that is at hand
+    residual: Tensor  # (batch,)
+    steps: Tensor  # (batch,)
+    codes: Tensor  # (batch,)
+    inverse: ProductInverse  # as it was at z
 
 
 def weights(dots: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
@@ -240,15 +251,10 @@ def iterate(
         sweep.take(step, evaluate(step))
     if samples and rehearsing():
         samples.rehearse()
-    ledger: Ledger = sweep.ledger
-    codes, residual, at = ledger.finish()
-    trace = sweep.trace[:step]
-    if looks:
-        trace = trace[: int(ledger.steps.max())]
-    if cut is not None or (samples and samples.narrowed):
-        trace = torch.where(trace.isnan(), ledger.residual, trace)  # steps that were not needed
-    found, inverse = sweep.settle(at, step)
-    return found, residual, ledger.steps, codes, trace, step + 1, inverse
+    found: Settled = sweep.settle(step)
+    trace = sweep.trace[: int(found.steps.max()) if looks else step]
+    z, parts, residual, steps, codes, inverse = found
+    return z, residual, steps, codes, trace, step + 1, inverse, parts
 
 
 class PlainSweep:
@@ -398,10 +404,12 @@ class PlainSweep:
             z = torch.where((j < at).unsqueeze(1), z + stored[:, j], z)
         return z
 
-    def settle(self, at: Tensor, last: int) -> tuple[Tensor, ProductInverse]:  # at: (batch,)
-        """z and the inverse as they were at iterate ``at`` of each sample."""
+    def settle(self, last: int) -> Settled:
+        """The iterate that is returned of each sample, and what belongs to it."""
+        codes, residual, at = self.ledger.finish()
         z = self._iterate(at, last)
         place = torch.arange(self.keep.shape[1], device=z.device)
         keep = self.keep & (place < at.unsqueeze(1))
         scales = None if self.scales is None else self.scales.first(last + 1)
-        return z, ProductInverse(self.steps[:, : last + 1], self.gram, keep, scales=scales)
+        inverse = ProductInverse(self.steps[:, : last + 1], self.gram, keep, scales=scales)
+        return Settled(z, None, residual, self.ledger.steps, codes, inverse)

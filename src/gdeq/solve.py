@@ -32,6 +32,7 @@ class Iterates:
     trace: Tensor  # (steps, batch)
     evals: int
     inverse: Inverse | None
+    parts: Tensor | None = None  # z once more, as `VectorMap.on_parts` takes it, if at hand
     state: Any = None  # what the solver learned
 
     @property
@@ -123,7 +124,7 @@ def iterate(
         trace = trace[: int(steps.max())] if len(steps) else []
     history = torch.stack(trace) if trace else residual.new_zeros(0, len(z))
     inverse = solver.inverse(state, at if ledger.watch else None)
-    return Iterates(z, residual, steps, codes, history, evals, inverse, state)
+    return Iterates(z, residual, steps, codes, history, evals, inverse, state=state)
 
 
 def check_solver(solver: object, *, linear: bool = False) -> Solver:
@@ -144,8 +145,9 @@ def solve_space(
     precision = space.precision()
     with torch.no_grad(), full_precision(space.device):
         found = iterate(f, z, solver, precision=precision, last=last)
+    parts = found.parts
     return found.z, Solution(
-        z=space.unpack(found.z),
+        z=space.unpack(found.z) if parts is None else space.state(space.in_parts(parts)),
         converged=found.converged,
         residual=found.residual,
         steps=found.steps,

@@ -7,7 +7,6 @@ A state is a tensor ``(batch, ...)`` or any nesting of tuples, lists and dicts o
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -244,9 +243,7 @@ class StateSpace:
         buffer = _as_one_buffer(self._in_order(leaves))
         if buffer is None:
             return [leaf.clone() for leaf in leaves]
-        pieces = buffer.clone().split([leaf.numel() for leaf in leaves])
-        # As .data: views of one buffer could not be changed in place, one without the others.
-        return [self._shaped(piece, i).data for i, piece in enumerate(pieces)]
+        return self.in_parts(buffer.clone())
 
     def _in_order(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """The tensors with their dimensions in the order of memory."""
@@ -275,6 +272,12 @@ class StateSpace:
     def unpack(self, flat: Tensor) -> State:  # flat: (batch, d)
         """The state that a batched vector stands for, in its own shapes and dtypes."""
         return self.state(self.split(flat, self.dtypes))
+
+    def in_parts(self, parts: Tensor) -> list[Tensor]:  # (batch·d,)
+        """The tensors that lie there one after another (`VectorMap`)."""
+        pieces = parts.split([self.batch * size for size in self.sizes])
+        # As .data: views of one buffer could not be changed in place, one without the others.
+        return [self._shaped(piece, i).data for i, piece in enumerate(pieces)]
 
     def state(self, leaves: Sequence[Tensor]) -> State:
         """The tensors in their structure."""
@@ -332,9 +335,6 @@ class VectorMap:
         self.kind = space.device.type
         self.autocast = _autocast_enabled(self.kind)
         self.autocast_dtype = torch.get_autocast_dtype(self.kind) if self.autocast else None
-        self.starts = [0]
-        for size in space.sizes:
-            self.starts.append(self.starts[-1] + space.batch * size)
 
     def __call__(self, flat: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
         joined = self.space.join(self.leaves(self.space.split(flat, self.space.dtypes)))
@@ -368,11 +368,7 @@ class VectorMap:
         Whether z was within the range of the parts (`inside`) the caller knows.
         """
         space = self.space
-        leaves = [
-            space._shaped(parts[low:high], i)
-            for i, (low, high) in enumerate(itertools.pairwise(self.starts))
-        ]
-        found = space._in_order(self.leaves(leaves))
+        found = space._in_order(self.leaves(space.in_parts(parts)))
         adjacent = _as_one_buffer(found)
         if adjacent is not None:
             return adjacent

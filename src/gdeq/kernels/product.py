@@ -27,27 +27,11 @@ from gdeq.kernels.chunks import (
     weighted_steps,
     work,
 )
-from gdeq.kernels.product_judge import (
-    ABSOLUTE,
-    ACTIVE,
-    BEST_ABSOLUTE,
-    BEST_RESIDUAL,
-    CODE,
-    FIRST_ABSOLUTE,
-    FIRST_SIZE,
-    PEAK,
-    REALS,
-    RELATIVE,
-    STEPS,
-    WHOLES,
-    judge,
-    stay,
-)
-from gdeq.ledger import Ledger, flight_limit
+from gdeq.kernels.product_judge import ACTIVE, REALS, STEPS, WHOLES, finish, judge
+from gdeq.ledger import flight_limit
 from gdeq.narrowing import first_active, gathered_parts
-from gdeq.product import ProductInverse, store_dtype
+from gdeq.product import ProductInverse, Settled, store_dtype
 from gdeq.recording import recording
-from gdeq.solution import Status
 from gdeq.solvers.base import Solver, noise_level
 
 
@@ -67,9 +51,14 @@ class Tuning:
     # Where steps are rounded, to 8 bits (`gdeq.eight_bits`): faster, but not the default before a
     # whole training has been compared (docs/performance.md).
     eight_bits: bool = False
+    # Of the first pass, with steps of 16 bits: 14 programs an SM instead of 12 or, where ptxas
+    # takes up to 230, 8.  With float16, whose range is looked at, 144 would spill.
+    dots_registers: tuple[int, int] = (144, 168)
 
 
 tuning = Tuning()
+SETTLING = 8  # programs for a sample, when few must go back
+DONE = tl.constexpr(-1)  # of ``moves``: before this iterate, so no step is made
 SMALL = tl.constexpr(1e-26)  # a sum of squares below may be missing some
 LARGEST_HALF = tl.constexpr(torch.finfo(torch.float16).max)
 
@@ -98,7 +87,7 @@ def _store_squares(at, g, there, here, y):
 def _dots(
     rows, evaluated,
     z, fz, last_fz, steps, scales, chunk_table, d, step_stride, scale_stride, arrived,
-    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
+    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
     batch, chunks, count, most, tol, precision, eps, noise, flight,
     NARROW: tl.constexpr, JUDGE: tl.constexpr, COUNTED: tl.constexpr, HALF: tl.constexpr,
     FIRST: tl.constexpr, MEASURED: tl.constexpr,
@@ -112,16 +101,17 @@ def _dots(
     is not found in another way.  JUDGE: the program of a sample that is done last also judges it.
     SCALED: steps are whole numbers, and only their sums are multiplied by what these count.
     HALF: f was given z in float16; where z is out of its range, f(z) counts as NaN.
+    COUNTED: in a repetition, which iterate it is, is known from the sample itself.
     NARROW: f was evaluated for these rows alone, so only what it takes and returns is in parts.
     """
     chunk, at_parts = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b = _sample(rows, at_parts, NARROW)
     if COUNTED:
-        count = tl.load(counter)
+        count = tl.load(whole + 2 * batch + b) + 1
     if WATCH and not FIRST:  # noqa: SIM102 (known when it is compiled)
         if tl.load(whole + b) == 0:  # done: none of its steps is read
             if chunk == 0:
-                stay(b, lead, real, trace, batch, count, RELATIVE_STOP)
+                tl.store(moves + b, DONE)
             return
     kind = z.dtype.element_ty
     lane, row, length, in_rows, in_parts = place(
@@ -183,7 +173,7 @@ def _dots(
             tl.store(arrived + b, 0)  # for the next iterate
             judge(
                 b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-                batch, chunks, count, most, tol, precision, eps, noise, flight,
+                unfinished, batch, chunks, count, most, tol, precision, eps, noise, flight,
                 FIRST, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
             )  # fmt: skip
 
@@ -191,7 +181,7 @@ def _dots(
 @triton.jit(do_not_specialize=["count"])
 def _judge(
     rows,
-    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, counter,
+    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
     batch, chunks, count, most, tol, precision, eps, noise, flight,
     NARROW: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
@@ -199,14 +189,14 @@ def _judge(
 ):  # fmt: skip
     b = _sample(rows, tl.program_id(0).to(tl.int64), NARROW)
     if COUNTED:
-        count = tl.load(counter)
+        count = tl.load(whole + 2 * batch + b) + 1
     if WATCH and not FIRST:  # noqa: SIM102 (known when it is compiled)
         if tl.load(whole + b) == 0:
-            stay(b, lead, real, trace, batch, count, RELATIVE_STOP)
+            tl.store(moves + b, DONE)
             return
     judge(
         b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-        batch, chunks, count, most, tol, precision, eps, noise, flight,
+        unfinished, batch, chunks, count, most, tol, precision, eps, noise, flight,
         FIRST, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
     )  # fmt: skip
 
@@ -224,17 +214,24 @@ def _moved(z, step, unit, SCALED: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])
 def _step(
     rows, evaluated,
-    z, fz, steps, scales, parts, chunk_table, weight, lead, moves, counter,
+    z, moved, fz, steps, scales, parts, chunk_table, weight, lead, moves, taken,
     d, step_stride, scale_stride, chunks, count,
-    NARROW: tl.constexpr, COUNTED: tl.constexpr, PARTS: tl.constexpr,
+    NARROW: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr,
     SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     BACKWARDS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into z: one chunk."""
+    """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into ``moved``: one chunk.
+
+    That is z itself but for the FIRST step, which leaves z as it is; then also of a sample that does
+    not move.  taken: the steps of each sample, this one among them (if COUNTED).
+    """
     chunk, at_parts = work(BACKWARDS)
     b = _sample(rows, at_parts, NARROW)
+    goes = tl.load(moves + b)
+    if goes == DONE:
+        return
     if COUNTED:
-        count = tl.load(counter)
+        count = tl.load(taken + b)
     kind = z.dtype.element_ty
     lane, row, length, in_rows, in_parts = place(
         chunk_table, b, at_parts, chunk, evaluated, d, ALIGNED, BLOCK
@@ -261,46 +258,56 @@ def _step(
         step = total.to(steps.dtype.element_ty)
         unit = tl.cast(1.0, kind)
     tl.store(out, step.to(steps.dtype.element_ty), mask=inside)
-    if tl.load(moves + b) != 0:
+    if goes != 0:
         here = _moved(here, step, unit, SCALED)
-        tl.store(z + in_rows, here, mask=inside)
+    if FIRST or goes != 0:
+        tl.store(moved + in_rows, here, mask=inside)
         if PARTS:
             tl.store(parts + in_parts, here.to(parts.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _rebuild(
-    first, z, parts, steps, scales, at, taken, keep, kept, chunk_table,
-    batch, d, step_stride, scale_stride, chunks,
+def _settle(
+    first, z, parts, steps, scales, real, whole, keep, trace, codes, residuals, taken, kept,
+    chunk_table, batch, d, step_stride, scale_stride, chunks, most, precision,
+    WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr,
     PARTS: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     PLACES: tl.constexpr,
 ):  # fmt: skip
-    """z = z_0 + s_0 + … + s_{at−1}, by the additions of the solve, for who must go back.
+    """`Ledger.finish` and `PlainSweep.settle`: some chunks of one sample.
 
-    And the factors that are kept of the first ``at``.
+    Who must go back does so to z_0 + s_0 + …, by the additions of the solve.
     """
-    chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    wanted = tl.load(at + b)
-    if chunk == 0:
+    b = tl.program_id(1).to(tl.int64)
+    code, residual, wanted, last_residual, done = finish(
+        b, real, whole, batch, precision, WATCH, RELATIVE_STOP
+    )
+    if tl.program_id(0) == 0:
+        tl.store(codes + b, code.to(tl.int64))
+        tl.store(residuals + b, residual)
+        tl.store(taken + b, done.to(tl.int64))
         j = tl.arange(0, PLACES)
         of_j = tl.load(keep + b * PLACES + j)
         tl.store(kept + b * PLACES + j, tl.where(j < wanted, of_j, 0))
-    if wanted < tl.load(taken + b):
-        lane, row, length, in_rows, in_parts = place(
-            chunk_table, b, b, chunk, batch, d, ALIGNED, BLOCK
-        )
-        column, inside = row + lane, lane < length
-        total = tl.load(first + in_rows, mask=inside, other=0.0)
-        base, units = steps + b * step_stride, scales + b * scale_stride + chunk
-        for j in range(0, wanted):
-            s = tl.load(base + tl.cast(j, tl.int64) * d + column, mask=inside, other=0)
-            unit = tl.cast(1.0, total.dtype)
-            if SCALED:
-                unit = tl.load(units + j * chunks).to(total.dtype)
-            total = _moved(total, numbers(s, total.dtype, SCALED), unit, SCALED)
-        tl.store(z + in_rows, total, mask=inside)
-        if PARTS:
-            tl.store(parts + in_parts, total.to(parts.dtype.element_ty), mask=inside)
+        # Of iterates that came when it was done, and were not judged:
+        tl.store(trace + j * batch + b, last_residual, mask=(j >= done) & (j < most))
+    if wanted < done:
+        for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+            lane, row, length, in_rows, in_parts = place(
+                chunk_table, b, b, chunk, batch, d, ALIGNED, BLOCK
+            )
+            column, inside = row + lane, lane < length
+            total = tl.load(first + in_rows, mask=inside, other=0.0)
+            base, units = steps + b * step_stride, scales + b * scale_stride + chunk
+            for j in range(0, wanted):
+                s = tl.load(base + tl.cast(j, tl.int64) * d + column, mask=inside, other=0)
+                unit = tl.cast(1.0, total.dtype)
+                if SCALED:
+                    unit = tl.load(units + j * chunks).to(total.dtype)
+                total = _moved(total, numbers(s, total.dtype, SCALED), unit, SCALED)
+            tl.store(z + in_rows, total, mask=inside)
+            if PARTS:
+                tl.store(parts + in_parts, total.to(parts.dtype.element_ty), mask=inside)
 
 
 def _in_parts(z: Tensor, sizes: list[int], dtype: torch.dtype) -> Tensor:  # -> (batch·d,)
@@ -333,7 +340,7 @@ class Sweep:
     ) -> None:
         batch, d = z.shape
         device = z.device
-        self.first, self.z = z.contiguous(), z.clone(memory_format=torch.contiguous_format)
+        self.first = self.z = z.contiguous()  # the first step leaves it and begins another z
         self.solver, self.precision, self.max_steps = solver, precision, max_steps
         self.scale = scale
         self.table = table(tuple(sizes), tuning.block, device)
@@ -352,25 +359,27 @@ class Sweep:
         chunks = len(self.table)
         self.scales = z.new_empty(batch, room, chunks if self.scaled else 0, dtype=torch.float32)
         self.places = places(max_steps + 1)
-        self.gram = z.new_zeros(batch, self.places, self.places)
+        self.gram = z.new_empty(batch, self.places, self.places)
         self.keep = torch.empty(batch, self.places, dtype=torch.int8, device=device)
         self.weight = z.new_empty(batch, self.places)
         self.lead = z.new_empty(batch)
         self.moves = torch.empty(batch, dtype=torch.int32, device=device)
         self.real = z.new_empty(REALS, batch)
         self.whole = torch.empty(WHOLES, batch, dtype=torch.int32, device=device)
-        self.trace = z.new_full((max_steps, batch), torch.nan)
-        self.counter = self.moves  # of the iterate; read by repeated steps alone
+        self.trace = z.new_empty(max_steps, batch)
         self.partial = z.new_empty(batch, chunks, 2, self.places)
         self.norms = torch.empty(batch, chunks, 4, dtype=torch.float64, device=device)
         self.arrived = torch.zeros(batch, dtype=torch.int32, device=device)
+        self.unfinished = self.arrived  # samples; counted with a tolerance alone
+        if solver.tol > 0:
+            self.unfinished = torch.full((1,), batch, dtype=torch.int32, device=device)
         rounded = self.steps.dtype != z.dtype
         self.measured = not (rounded and tuning.change_from_dots)  # ‖y‖; else nothing keeps f
         self.returned = self.last_fz = self.parts
         self.another_size = True  # than the last f(z) had
 
     def left(self) -> int:
-        return int(self.whole[ACTIVE].sum())
+        return int(self.unfinished)
 
     def narrow(self, size: int) -> Tensor:  # -> (size,)
         if self.rows is None:
@@ -403,13 +412,7 @@ class Sweep:
         self.another_size = False
 
     def prepare_repetition(self) -> None:
-        """From here on the number of the iterate is kept on the device.
-
-        `judge_next` and then `go_on` are `take`.
-        """
-        device = self.z.device
-        self.counter = torch.ones((), dtype=torch.int32, device=device)
-        self.unfinished = torch.ones(1, dtype=torch.int64, device=device)
+        """From here on `judge_next` and then `go_on` are `take`, whichever iterate it is."""
         if self.measured:
             self.last_fz = self.last_fz.clone()
 
@@ -417,14 +420,12 @@ class Sweep:
         self.returned = fz.contiguous()
         with on_device(self.z):
             self._judge(1, self.returned, counted=True)
-        torch.sum(self.whole[ACTIVE], 0, keepdim=True, out=self.unfinished)
 
     def go_on(self) -> None:
         with on_device(self.z):
             self._move(1, self.returned, counted=True)
         if self.measured:
             self.last_fz.copy_(self.returned)
-        self.counter += 1
 
     def _judge(self, t: int, fz: Tensor, counted: bool) -> None:
         batch, d = self.z.shape
@@ -433,7 +434,7 @@ class Sweep:
         scale = self.real if self.scale is None else self.scale
         sums = self.norms, self.partial, scale
         kept = self.gram, self.keep, self.weight, self.lead, self.moves
-        noted = self.real, self.whole, self.trace, self.counter
+        noted = self.real, self.whole, self.trace, self.unfinished
         limits = (
             self.max_steps,
             float(solver.tol),
@@ -458,7 +459,8 @@ class Sweep:
             rows, evaluated, self.z, fz, self.last_fz, self.steps, self.scales, self.table,
             d, *strides, self.arrived, *verdict,
             JUDGE=at_once, HALF=self.parts.dtype == torch.float16,
-            **common, **judging, **self._tiles(), num_warps=tuning.dots_warps,
+            **common, **judging, **self._tiles(), **self._registers(),
+            num_warps=tuning.dots_warps,
         )  # fmt: skip
         if not at_once:
             _judge[(evaluated,)](rows, *verdict, **common, **judging, num_warps=1)
@@ -466,11 +468,15 @@ class Sweep:
     def _move(self, t: int, fz: Tensor, counted: bool) -> None:
         d = self.z.shape[1]
         rows, evaluated = self._evaluated()
+        before = self.z
+        if t == 0:
+            self.z = torch.empty_like(before)
+            self.parts = self.parts if self.in_parts else self.z.view(-1)
         strides, chunks = (self.steps.stride(0), self.scales.stride(0)), len(self.table)
         _step[(chunks, evaluated)](
-            rows, evaluated, self.z, fz, self.steps, self.scales, self.parts, self.table,
-            self.weight, self.lead, self.moves, self.counter, d, *strides, chunks, t,
-            NARROW=self.rows is not None, COUNTED=counted, PARTS=self.in_parts,
+            rows, evaluated, before, self.z, fz, self.steps, self.scales, self.parts, self.table,
+            self.weight, self.lead, self.moves, self.whole[STEPS], d, *strides, chunks, t,
+            NARROW=self.rows is not None, COUNTED=counted, FIRST=t == 0, PARTS=self.in_parts,
             BACKWARDS=tuning.backwards, PLACES=self.places,
             **self._tiles(), num_warps=tuning.step_warps,
         )  # fmt: skip
@@ -483,53 +489,47 @@ class Sweep:
             "TILE": tuning.tile,
         }
 
+    def _registers(self) -> dict[str, int]:
+        if self.steps.element_size() != 2 or self.places > 32:  # it would spill
+            return {}
+        return {"maxnreg": tuning.dots_registers[self.parts.dtype == torch.float16]}
+
     def _grow(self) -> None:
         room = min(2 * self.steps.shape[1], self.max_steps + 1)
         self.steps, self.scales = _with_room(self.steps, room), _with_room(self.scales, room)
 
-    @property
-    def ledger(self) -> Ledger:
-        """What the kernels noted, in the loop's terms."""
-        ledger = Ledger.__new__(Ledger)
-        ledger.solver, ledger.precision = self.solver, self.precision
-        ledger.linear, ledger.watch = self.scale is not None, self.solver.tol > 0
-        ledger.rounding = 0.5 * self.precision
-        real, whole = self.real, self.whole
-        ledger.absolute, ledger.relative = real[ABSOLUTE], real[RELATIVE]
-        ledger.residual = real[RELATIVE if self.solver.stop == "relative" else ABSOLUTE]
-        ledger.first_absolute, ledger.first_size = real[FIRST_ABSOLUTE], real[FIRST_SIZE]
-        ledger.peak, ledger.best_absolute = real[PEAK], real[BEST_ABSOLUTE]
-        ledger.best_residual = real[BEST_RESIDUAL]
-        codes, steps, best = whole[1:].long()
-        ledger.active, ledger.codes = whole[ACTIVE] != 0, codes
-        ledger.steps, ledger.best_step = steps, best
-        return ledger
-
     def go_back(self) -> None:
-        codes, steps = self.whole[CODE], self.whole[STEPS]
-        stopped = (codes == int(Status.NONFINITE)).to(steps.dtype)
-        self._rebuild(steps - stopped, parts=self.in_parts)
+        self._settle()
 
-    def settle(self, at: Tensor, last: int) -> tuple[Tensor, ProductInverse]:  # at: (batch,)
-        kept = self._rebuild(at)
+    def settle(self, last: int) -> Settled:
+        codes, residual, taken, kept = self._settle()
         scales = Scales(self.scales, self.sizes, tuning.block).first(last + 1)
-        return self.z, ProductInverse(
+        inverse = ProductInverse(
             self.steps[:, : last + 1],
             self.gram,
             kept.view(torch.bool),
             scales=scales if self.scaled else None,
         )
+        parts = self.parts if self._all_in_parts() else None
+        return Settled(self.z, parts, residual, taken, codes, inverse)
 
-    def _rebuild(self, at: Tensor, parts: bool = False) -> Tensor:  # (batch,) -> (batch, places)
-        """z of iterate ``at`` where a sample has gone further, and the factors kept until there."""
+    def _all_in_parts(self) -> bool:
+        return self.in_parts and self.rows is None
+
+    def _settle(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """z as it is returned; its codes, residuals, steps and factors."""
         batch, d = self.z.shape
-        kept = torch.empty_like(self.keep)
+        codes, taken = torch.empty(2, batch, dtype=torch.int64, device=self.z.device)
+        residual, kept = torch.empty_like(self.lead), torch.empty_like(self.keep)
         with on_device(self.z):
-            _rebuild[(len(self.table), batch)](
-                self.first, self.z, self.parts, self.steps, self.scales, at, self.whole[STEPS],
-                self.keep, kept, self.table,
+            _settle[(SETTLING, batch)](
+                self.first, self.z, self.parts, self.steps, self.scales, self.real, self.whole,
+                self.keep, self.trace, codes, residual, taken, kept, self.table,
                 batch, d, self.steps.stride(0), self.scales.stride(0), len(self.table),
-                PARTS=parts, SCALED=self.scaled, ALIGNED=self.aligned, BLOCK=tuning.block,
-                PLACES=self.places, num_warps=tuning.step_warps,
+                self.max_steps, float(self.precision),
+                WATCH=self.solver.tol > 0, RELATIVE_STOP=self.solver.stop == "relative",
+                PARTS=self._all_in_parts(), SCALED=self.scaled,
+                ALIGNED=self.aligned, BLOCK=tuning.block, PLACES=self.places,
+                num_warps=tuning.step_warps,
             )  # fmt: skip
-        return kept
+        return codes, residual, taken, kept

@@ -12,6 +12,7 @@ from gdeq.eight_bits import Scales
 from gdeq.kernels import product
 from gdeq.kernels.choice import on_device
 from gdeq.kernels.chunks import ALIGNMENT, numbers, place, places, table, weighted_steps, work
+from gdeq.kernels.product_judge import AHEAD, one_more
 
 BLOCK = 1024  # numbers in a chunk
 TILE = 4  # stored steps that a program reads at once
@@ -55,28 +56,21 @@ def _weights_of(
     a = tl.zeros((PLACES,), dtype=kind)
     for first in range(0, chunks, CHUNKS):
         c = first + tl.arange(0, CHUNKS)
-        known = (c < chunks)[:, None] & ((place >= begin) & (place < end))[None, :]
         where = partial + ((b * chunks + c) * PLACES)[:, None] + place[None, :]
-        a += tl.sum(tl.load(where, mask=known, other=0.0), 0)
+        a += tl.sum(tl.load(where, mask=(c < chunks)[:, None], other=0.0), 0)
+    a = tl.where((place >= begin) & (place < end), a, 0.0)
     of_b = gram + b * PLACES * PLACES
+    factor = place - 1 if TRANSPOSED else place  # of each row
+    known = (factor >= 0) & (factor < count - 1)
+    diagonal = tl.load(of_b + factor * (PLACES + 1), mask=known, other=1.0)
+    kept = tl.load(keep + b * PLACES + factor, mask=known, other=0) != 0
     found = tl.zeros((PLACES,), dtype=kind)
-    for i in range(0, count - 1):
-        if TRANSPOSED:
-            factor = count - 2 - i
-            row = factor + 1
-            column = factor
-            in_row = (place >= row) & (place < count)
-        else:
-            factor = i
-            row = factor
-            column = factor + 1
-            in_row = place <= row
-        of_row = tl.load(of_b + row * PLACES + place, mask=in_row, other=0.0)
-        inner = tl.sum(tl.where(found != 0, of_row * found, 0.0), 0)
-        inner += tl.sum(tl.where(place == row, a, 0.0), 0)
-        squared = tl.load(of_b + factor * PLACES + factor)
-        kept = tl.load(keep + b * PLACES + factor) != 0
-        found = tl.where(place == column, tl.where(kept, inner / squared, 0.0), found)
+    inner = a
+    for i in tl.range(0, count - 1, num_stages=AHEAD):
+        row = count - 1 - i if TRANSPOSED else i
+        column = row - 1 if TRANSPOSED else row + 1
+        of_column = tl.load(of_b + column * PLACES + place, mask=place < count, other=0.0)
+        found, inner = one_more(found, inner, diagonal, kept, of_column, place, row, column)
     tl.store(weight + b * PLACES + place, found)
 
 
