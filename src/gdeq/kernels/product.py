@@ -222,8 +222,8 @@ def _step(
 ):  # fmt: skip
     """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into ``moved``: one chunk.
 
-    That is z itself but for the FIRST step, which leaves z as it is; then also of a sample that does
-    not move.  taken: the steps of each sample, this one among them (if COUNTED).
+    That is z itself but for the FIRST step, which leaves z as it is; then z goes there also of a
+    sample that does not move.  taken: the steps of each sample, this one too (if COUNTED).
     """
     chunk, at_parts = work(BACKWARDS)
     b = _sample(rows, at_parts, NARROW)

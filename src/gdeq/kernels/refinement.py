@@ -36,6 +36,7 @@ from gdeq.kernels.chunks import (
     work,
 )
 from gdeq.kernels.product_apply import APPLY_WARPS, BLOCK, DOTS_WARPS
+from gdeq.kernels.product_judge import AHEAD, one_more
 from gdeq.operators import Refinement
 from gdeq.solvers.base import noise_level
 from gdeq.state import Vectorized
@@ -123,45 +124,39 @@ def _at(x, p, where):
     return tl.sum(tl.where(p == where, x, 0.0), 0)
 
 
-@triton.jit
-def _grown(quadratic, newest, inner, squared):
-    """xᵀGx with one more x_p = newest: ``inner`` is row p of G times x, that one included."""
-    return quadratic + tl.where(newest != 0, newest * (2 * inner - squared * newest), 0.0)
-
-
-@triton.jit
-def _row(gram, keep, b, j, p, PLACES: tl.constexpr):
-    """Row j of G; G_{j−1,j−1} and whether factor j − 1 is kept, where there is one."""
-    before = tl.maximum(j - 1, 0)
-    squared = tl.load(gram + before * PLACES + before)
-    return tl.load(gram + j * PLACES + p), squared, tl.load(keep + b * PLACES + before) != 0
-
-
 @triton.jit(do_not_specialize=["count", "taken"])
 def _decide(
-    norms, partial, gram, keep, shares, weight, lead, verdict, best, least,
-    chunks, count, taken, times, eps, noise, amplification, setback,
+    norms, partial, gram, keep, weight, lead, verdict, best, least,
+    chunks, count, taken, eps, noise, amplification, setback,
     FIRST: tl.constexpr, LAST: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """All that `_refine` makes of inner products, and x by `transposed_weights`: one sample."""
     b = tl.program_id(0).to(tl.int64)
     kind = gram.dtype.element_ty
     p = tl.arange(0, PLACES)
+    last = count + taken  # the place of t_k
+    of_b = gram + b * PLACES * PLACES
+    # As in a solve, what is known is asked for before the first sum.  Of row p: the factor to which
+    # it leads, s_p to s_{p−1} (transposed) and t_i to t_{i+1}.
+    factor = tl.where(p < count, p - 1, p)
+    known = (p > 0) & (p < last)
+    diagonal = tl.load(of_b + factor * (PLACES + 1), mask=known, other=1.0)
+    kept = tl.load(keep + b * PLACES + factor, mask=known, other=0) != 0
     a, row = tl.zeros((PLACES,), dtype=kind), tl.zeros((PLACES,), dtype=kind)  # of r, of t_k
     rr, vv = tl.zeros((CHUNKS,), dtype=kind), tl.zeros((CHUNKS,), dtype=kind)
     ww, yy = tl.zeros((CHUNKS,), dtype=kind), tl.zeros((CHUNKS,), dtype=kind)
     for start in range(0, chunks, CHUNKS):
         c = start + tl.arange(0, CHUNKS)
         here = c < chunks
-        known = here[:, None] & (p <= count + taken)[None, :]
         where = partial + ((b * chunks + c) * 2 * PLACES)[:, None] + p[None, :]
-        a += tl.sum(tl.load(where, mask=known, other=0.0), 0)
-        row += tl.sum(tl.load(where + PLACES, mask=known, other=0.0), 0)
+        a += tl.sum(tl.load(where, mask=here[:, None], other=0.0), 0)
+        row += tl.sum(tl.load(where + PLACES, mask=here[:, None], other=0.0), 0)
         at = norms + (b * chunks + c) * 4
         rr += tl.load(at, mask=here, other=0.0)
         vv += tl.load(at + 1, mask=here, other=0.0)
         ww += tl.load(at + 2, mask=here, other=0.0)
         yy += tl.load(at + 3, mask=here, other=0.0)
+    a, row = tl.where(p <= last, a, 0.0), tl.where(p <= last, row, 0.0)
     of_r = tl.sum(rr, 0)  # ‖r‖²
     size, of_v, of_w = tl.sqrt(of_r), tl.sqrt(tl.sum(vv, 0)), tl.sqrt(tl.sum(ww, 0))
     change = tl.sqrt(tl.sum(yy, 0))
@@ -183,41 +178,26 @@ def _decide(
     tl.store(verdict + b, now)
 
     # x, first of the forward solve's factors, then of those that were made here
-    of_b = gram + b * PLACES * PLACES
     x = tl.zeros((PLACES,), dtype=kind)
-    newest = tl.sum(x, 0)  # x_j of the row under way
-    quadratic = tl.sum(x, 0)
-    # Each row is loaded while the one before is used: the loop waits for sums, not for memory.
-    of_j, squared, kept = _row(of_b, keep, b, count - 1, p, PLACES)
-    for i in range(0, count - 1):
-        j = count - 1 - i
-        of_next, squared_next, kept_next = _row(of_b, keep, b, j - 1, p, PLACES)
-        inner = _used(of_j, x)
-        quadratic = _grown(quadratic, newest, inner, _at(of_j, p, j))
-        newest = tl.where(kept, (inner + _at(a, p, j)) / squared, 0.0)
-        x = tl.where(p == j - 1, newest, x)
-        of_j, squared, kept = of_next, squared_next, kept_next
-    quadratic = _grown(quadratic, newest, _used(of_j, x), _at(of_j, p, 0))
-    newest = _at(x, p, count)  # 0: no factor leads to t_0
+    inner = a  # a + Gx
+    for i in tl.range(0, count - 1, num_stages=AHEAD):
+        column = count - 2 - i
+        of_column = tl.load(of_b + column * PLACES + p, mask=p < last, other=0.0)
+        x, inner = one_more(x, inner, diagonal, kept, of_column, p, column + 1, column)
     if not FIRST:
-        for i in range(0, taken):
-            j = count + i
-            of_j = tl.load(of_b + j * PLACES + p)
-            inner = _used(of_j, x)
-            quadratic = _grown(quadratic, newest, inner, _at(of_j, p, j))
-            share = tl.load(shares + b * times + i)
-            newest = tl.where(share != 0, share * (inner + _at(a, p, j)), 0.0)
-            x = tl.where(p == j + 1, newest, x)
+        for column in range(count + 1, last + 1):
+            stored = p < tl.where(column < last, last, 0)  # t_k's own is not yet
+            of_column = tl.load(of_b + column * PLACES + p, mask=stored, other=0.0)
+            of_column = tl.where(column < last, of_column, row)
+            x, inner = one_more(x, inner, diagonal, kept, of_column, p, column - 1, column)
 
     # The update, and how far to go
-    last = count + taken
     squared = _at(row, p, last)  # ‖t_k‖²
-    of_x = _used(row, x)
-    quadratic = _grown(quadratic, newest, of_x, squared)
-    inner = of_x + _at(a, p, last)  # t_kᵀq
-    of_q = tl.maximum(of_r + 2 * _used(a, x) + quadratic, 0.0)
-    difference = tl.sqrt(tl.maximum(squared - 2 * inner + of_q, 0.0))
-    denominator = squared - inner
+    newest = _used(row, x) + _at(a, p, last)  # t_kᵀq
+    inner = tl.where(p == last, newest, inner)
+    of_q = tl.maximum(of_r + _used(a + inner, x), 0.0)
+    difference = tl.sqrt(tl.maximum(squared - 2 * newest + of_q, 0.0))
+    denominator = squared - newest
     sound = tl.abs(denominator) > 1e3 * eps * tl.sqrt(squared) * difference
     sound = sound & (change > noise * (of_w + size))
     longer = tl.where(sound, squared / denominator, 1.0)
@@ -226,7 +206,7 @@ def _decide(
         share = bound / (tl.abs(longer) * tl.sqrt(of_q))
         longer *= tl.where(share < 1, share, 1.0)  # 0/0: no step
     else:
-        tl.store(shares + b * times + taken, tl.where(sound, 1 / squared, 0.0))
+        tl.store(keep + b * PLACES + last, sound.to(tl.int8))
         tl.store(of_b + last * PLACES + p, row, mask=p <= last)
         tl.store(of_b + p * PLACES + last, row, mask=p < last)
     tl.store(weight + b * PLACES + p, tl.where(longer != 0, longer * x, 0.0))  # x may be infinite
@@ -294,10 +274,10 @@ def refined(
     if more:
         gram, keep = pad(gram, (0, more, 0, more)), pad(keep, (0, more))
     elif times > 1:
-        gram = gram.clone()  # it gains rows
+        gram, keep = gram.clone(), keep.clone()  # they gain rows
     kept = keep.view(torch.int8)
     norms, partial = v.new_empty(batch, chunks, 4), v.new_empty(batch, chunks, 2, wide)
-    weight, lead, shares = v.new_empty(batch, wide), v.new_empty(batch), v.new_empty(batch, times)
+    weight, lead = v.new_empty(batch, wide), v.new_empty(batch)
     verdict = torch.empty(batch, dtype=torch.int32, device=v.device)
     best, least = torch.empty_like(verdict), v.new_empty(batch)  # which t led to the smallest ‖r‖
     later = v.new_empty(times - 1, batch, d)  # t_1, t_2, …
@@ -326,8 +306,8 @@ def refined(
                 TILE=DOTS_TILE, **ends, **common, num_warps=DOTS_WARPS,
             )  # fmt: skip
             _decide[(batch,)](
-                norms, partial, gram, kept, shares, weight, lead, verdict, best, least,
-                chunks, count, taken, times, eps, noise, how.amplification, how.setback,
+                norms, partial, gram, kept, weight, lead, verdict, best, least,
+                chunks, count, taken, eps, noise, how.amplification, how.setback,
                 CHUNKS=32, PLACES=wide, **ends, num_warps=1,
             )  # fmt: skip
             _go[(chunks, batch)](
