@@ -51,8 +51,8 @@ class Tuning:
     # Where steps are rounded, to 8 bits (`gdeq.eight_bits`): faster, but not the default before a
     # whole training has been compared (docs/performance.md).
     eight_bits: bool = False
-    # Of the first pass, with steps of 16 bits: 14 programs an SM instead of 12 or, where ptxas
-    # takes up to 230, 8.  With float16, whose range is looked at, 144 would spill.
+    # Of the first pass, with steps of 16 bits: 14 programs an SM; ptxas would take up to 253, for 8.
+    # The second where 144 would spill: with float16, whose range is looked at, or many steps.
     dots_registers: tuple[int, int] = (144, 168)
 
 
@@ -490,9 +490,10 @@ class Sweep:
         }
 
     def _registers(self) -> dict[str, int]:
-        if self.steps.element_size() != 2 or self.places > 32:  # it would spill
+        if self.steps.element_size() != 2:
             return {}
-        return {"maxnreg": tuning.dots_registers[self.parts.dtype == torch.float16]}
+        more = self.places > 32 or self.parts.dtype == torch.float16
+        return {"maxnreg": tuning.dots_registers[more]}
 
     def _grow(self) -> None:
         room = min(2 * self.steps.shape[1], self.max_steps + 1)
