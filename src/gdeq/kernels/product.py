@@ -51,8 +51,8 @@ class Tuning:
     # Where steps are rounded, to 8 bits (`gdeq.eight_bits`): faster, but not the default before a
     # whole training has been compared (docs/performance.md).
     eight_bits: bool = False
-    # Of the first pass, with steps of 16 bits: 14 programs an SM; ptxas would take up to 253, for 8.
-    # The second where 144 would spill: with float16, whose range is looked at, or many steps.
+    # Of the first pass, with steps of 16 bits: 14 programs an SM, where ptxas would take up to 253
+    # for 8.  The second where 144 spill: with float16, whose range is looked at, or many steps.
     dots_registers: tuple[int, int] = (144, 168)
 
 
@@ -260,7 +260,9 @@ def _step(
     tl.store(out, step.to(steps.dtype.element_ty), mask=inside)
     if goes != 0:
         here = _moved(here, step, unit, SCALED)
-    if FIRST or goes != 0:
+    if FIRST:
+        goes += 1  # or stays, but in another place
+    if goes != 0:
         tl.store(moved + in_rows, here, mask=inside)
         if PARTS:
             tl.store(parts + in_parts, here.to(parts.dtype.element_ty), mask=inside)
