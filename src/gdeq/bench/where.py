@@ -12,7 +12,7 @@ from torch import nn
 from gdeq.bench.steps import Setup, Step, build, in_graph
 from gdeq.gradients import JFB
 
-SOLVER = ("_dots", "_judge", "_step", "_rebuild", "_weights_of", "_apply")
+SOLVER = ("_dots", "_judge", "_step", "_settle", "_weights_of", "_apply")
 NORMS = ("_norm", "_block_end", "_fuse", "group_norm", "groupnorm", "rowwisemoments")
 CONVOLUTIONS = ("conv", "xmma", "cutlass", "gemm", "cudnn", "wgrad", "dgrad", "nvjet", "splitk")
 
@@ -87,7 +87,7 @@ def profile(setup: Setup, step: Step, out: Path | None) -> dict[str, Any]:
     def first_of(prefix: str, fallback: float) -> float:
         return next((e.time_range.start for e in events if e.name.startswith(prefix)), fallback)
 
-    solve, solved = first_of("_dots", begin), last_of("_rebuild", begin)
+    solve, solved = first_of("_dots", begin), last_of("_settle", begin)
     product = last_of("_apply", reached)
     # The last thing before the update is what gives the weights of the stem their gradients.
     update = last_of("_merge_backward", reached)

@@ -513,6 +513,8 @@ class Sweep:
             kept.view(torch.bool),
             scales=scales if self.scaled else None,
         )
+        # They have gone back with z.  The graph of an f that was differentiated in the solve reads
+        # the same memory: for a sample whose f was not finite there, so neither is its gradient.
         parts = self.parts if self._all_in_parts() else None
         return Settled(self.z, parts, residual, taken, codes, inverse)
 
