@@ -114,16 +114,10 @@ def test_not_without_autograd(form, monkeypatch):
     assert calls == [False] * (STEPS + 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "gradient", "when"),
-    pairs([Dense, Multiscale], [JFB(), GDEQ(refine=1)], [1, 3, STEPS - 1]),
-)
-def test_a_sample_that_stopped_is_differentiated_where_it_is_returned(
-    kind, gradient, when, form, monkeypatch
-):
-    class Failing(kind):
-        """Not finite for the second sample at one evaluation."""
+def failing(kind, when):
+    """Not finite for the second sample at one evaluation."""
 
+    class Failing(kind):
         calls = 0
 
         def forward(self, z):
@@ -134,9 +128,19 @@ def test_a_sample_that_stopped_is_differentiated_where_it_is_returned(
                     leaf[1] = torch.nan
             return out
 
-    expected, wanted, _ = differentiated(Failing(radius=0.9).to(DEVICE), gradient)
+    return Failing(radius=0.9).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gradient", "when"),
+    pairs([Dense, Multiscale], [JFB(), GDEQ(refine=1)], [1, 3, STEPS - 1]),
+)
+def test_a_sample_that_stopped_is_differentiated_where_it_is_returned(
+    kind, gradient, when, form, monkeypatch
+):
+    expected, wanted, _ = differentiated(failing(kind, when), gradient)
     in_the_solve(monkeypatch)
-    found, gradients, _ = differentiated(Failing(radius=0.9).to(DEVICE), gradient)
+    found, gradients, _ = differentiated(failing(kind, when), gradient)
     assert found.codes[1] == Status.NONFINITE
     assert found.codes.tolist() == expected.codes.tolist()
     for a, b in zip(leaves(found.z), leaves(expected.z), strict=True):
@@ -144,6 +148,18 @@ def test_a_sample_that_stopped_is_differentiated_where_it_is_returned(
     for a, b in zip(gradients, wanted, strict=True):
         assert bool(b.isfinite().all())
         assert_near(a, b, 1e-10)
+
+
+@pytest.mark.parametrize("kind", [Dense, Multiscale])
+def test_a_sample_that_stops_at_the_very_last_is_returned_as_it_was_before(kind, form, monkeypatch):
+    expected, _, _ = differentiated(failing(kind, STEPS), JFB())
+    in_the_solve(monkeypatch)
+    found, _, _ = differentiated(failing(kind, STEPS), JFB())
+    assert found.codes[1] == expected.codes[1] == Status.NONFINITE
+    for a, b in zip(leaves(found.z), leaves(expected.z), strict=True):
+        assert torch.equal(a, b)
+    before = gdeq.solve(kind(radius=0.9).to(DEVICE), kind().to(DEVICE).z0, Broyden(STEPS - 1, 0.0))
+    assert_near(pack(found.z)[1], pack(before.z)[1], 1e-12)
 
 
 @pytest.mark.parametrize("gradient", [JFB(), GDEQ(refine=1)], ids=str)
