@@ -48,10 +48,14 @@ from gdeq.narrowing import Samples, first_active
 from gdeq.operators import Inverse, Refinement, norm, safe_norms
 from gdeq.recording import current, recording, rehearsing
 from gdeq.solution import Status
+from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver, noise_level
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import Vectorized, VectorMap
 
+MOST_DIFFERENCES = 16  # of Anderson's method, whose system one program holds in registers
+LEAST_SHARE = 1e-3  # of g in Anderson's next step
+COARSEST = 0.1  # rounding of g, as the steps have it, beside g
 MOST_STEPS = 127  # what the recurrence of one program holds in registers
 MOST_SAMPLES = 65535  # of a grid's second dimension
 
@@ -130,7 +134,7 @@ class Settled(NamedTuple):
     residual: Tensor  # (batch,)
     steps: Tensor  # (batch,)
     codes: Tensor  # (batch,)
-    inverse: ProductInverse  # as it was at z
+    inverse: ProductInverse | None  # as it was at z, if the method has one
 
 
 def weights(dots: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
@@ -168,16 +172,26 @@ def _in_kernels(x: Tensor) -> bool:  # (batch, d)
 def applies(solver: Solver, z: Tensor, max_steps: int, inverse: Inverse | None) -> bool:
     """Whether `iterate` here can stand in for the one in `gdeq.solve`."""
     return (
-        type(solver) is Broyden
-        and inverse is None
-        and solver.max_step is None
-        and solver.line_search == 0
-        and (solver.memory is None or solver.memory >= max_steps)
+        inverse is None
+        and (_whole_broyden(solver, max_steps) or _short_anderson(solver))
         and max_steps <= MOST_STEPS
         and z.numel() > 0
         and choice.chosen(z) != "off"
         and (choice.chosen(z) != "triton" or _in_kernels(z))
     )
+
+
+def _whole_broyden(solver: Solver, max_steps: int) -> bool:
+    return (
+        type(solver) is Broyden
+        and solver.max_step is None
+        and solver.line_search == 0
+        and (solver.memory is None or solver.memory >= max_steps)
+    )
+
+
+def _short_anderson(solver: Solver) -> bool:
+    return type(solver) is Anderson and solver.memory <= MOST_DIFFERENCES
 
 
 def store_dtype(z: Tensor, precision: float, eight_bits: bool = False) -> torch.dtype:
@@ -209,7 +223,7 @@ def iterate(
     sizes = f.space.sizes if isinstance(f, VectorMap) and in_parts else [z.shape[1]]
     dtype = f.parts_dtype if isinstance(f, VectorMap) and in_parts else z.dtype
     scale = None if right is None else safe_norms(right)[0]
-    kind: Any = PlainSweep
+    kind: Any = AndersonSweep if isinstance(solver, Anderson) else PlainSweep
     if choice.chosen(z) == "triton":
         from gdeq.kernels import product as fused  # noqa: PLC0415 (needs Triton)
 
@@ -345,7 +359,7 @@ class PlainSweep:
             linear = self.scale is not None
             self.ledger = Ledger(self.solver, self.precision, absolute, size, linear)
             good = torch.isfinite(absolute) & torch.isfinite(size)
-            step = g  # B_0⁻¹ = −I
+            step = self._begin(g, absolute)
         else:
             size = size if self.scale is not None else torch.maximum(size, self.floor)
             good = self.ledger.accepts(absolute, size)
@@ -368,6 +382,10 @@ class PlainSweep:
     def _stored(self, count: int) -> Tensor:  # -> (batch, count, d)
         scales = None if self.scales is None else self.scales.first(count)
         return in_full(self.steps[:, :count], scales, self.z.dtype)
+
+    def _begin(self, g: Tensor, absolute: Tensor) -> Tensor:  # (batch, d), (batch,) -> (batch, d)
+        """The first step."""
+        return g  # B_0⁻¹ = −I
 
     def _learn(
         self, t: int, g: Tensor, fz: Tensor, good: Tensor, absolute: Tensor, of_z: Tensor
@@ -413,3 +431,89 @@ class PlainSweep:
         scales = None if self.scales is None else self.scales.first(last + 1)
         inverse = ProductInverse(self.steps[:, : last + 1], self.gram, keep, scales=scales)
         return Settled(z, None, residual, self.ledger.steps, codes, inverse)
+
+
+class AndersonSweep(PlainSweep):
+    """`gdeq.Anderson` from its steps alone, in the same store and by the same two passes.
+
+    A step is s_t = β g_t − Σ_i γ_i (s_i + β Δg_i) with Δg_i = g_{i+1} − g_i, over the last few i.  In
+    it g_t has the factor β (1 − γ_{t−1}), so all g are combinations of steps, g_i = Σ_j L_ij s_j with
+    a triangular L that gains a row with each step.  The inner products g_iᵀg_t = Σ_j L_ij s_jᵀg_t
+    follow from those of one pass, and with them the small system for γ, which says what the next step
+    is of g_t and the steps.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        assert isinstance(self.solver, Anderson)
+        self.memory, self.mixing = self.solver.memory, self.solver.mixing
+        self.ridge = self.solver.ridge(self.z.dtype)
+        self.coarse = torch.finfo(self.steps.dtype).eps
+        shape = self.gram.shape
+        self.coordinates = self.z.new_zeros(shape, dtype=torch.float64)  # L
+        self.products = self.z.new_zeros(shape, dtype=torch.float64)  # g_iᵀg_j
+
+    def _begin(self, g: Tensor, absolute: Tensor) -> Tensor:
+        self.coordinates[:, 0, 0] = 1 / self.mixing
+        self.products[:, 0, 0] = absolute.double().square()
+        return self.mixing * g
+
+    def _learn(
+        self, t: int, g: Tensor, fz: Tensor, good: Tensor, absolute: Tensor, of_z: Tensor
+    ) -> Tensor:  # -> (batch, d)
+        stored = self._stored(t)
+        dots = torch.einsum("bjd,bd->bj", stored, g).double()
+        first = max(0, t - self.memory)
+        known = self.coordinates[:, first:t, :t]
+        row = torch.einsum("bij,bj->bi", known, dots)
+        self.products[:, t, first:t] = row
+        self.products[:, first:t, t] = row
+        self.products[:, t, t] = absolute.double().square()
+        of_g = self.products[:, first : t + 1, first : t + 1]
+        of_dg = of_g.diff(dim=1).diff(dim=2)  # Δg_iᵀΔg_j
+        right = of_g[:, :, -1].diff(dim=1)  # Δg_iᵀg_t
+        size = of_dg.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
+        self._judge_newest(t, size[:, -1], good, absolute, of_z, stored[:, -1])
+        used = self.keep[:, first:t] & (size > 0)
+        size = torch.where(used, size, 1.0)
+        both = used.unsqueeze(1) & used.unsqueeze(2)
+        system = torch.where(both, of_dg / (size.unsqueeze(1) * size.unsqueeze(2)), 0.0)
+        system = system + torch.diag_embed(torch.where(used, self.ridge, 1.0).double())
+        scaled, _ = torch.linalg.solve_ex(system, torch.where(used, right / size, 0.0).unsqueeze(2))
+        gamma = scaled.squeeze(2) / size
+        # Where next to nothing of g_t were left, or nothing is known: without the others.
+        lead = 1 - gamma[:, -1]
+        plain = ~(lead.abs() > LEAST_SHARE) | ~gamma.isfinite().all(1)
+        gamma = torch.where(plain.unsqueeze(1), 0.0, gamma)
+        lead = self.mixing * torch.where(plain, 1.0, lead)
+        of_each = torch.nn.functional.pad(gamma, (1, 0))[:, :-1]
+        weight = self.mixing * torch.einsum("bi,bij->bj", gamma - of_each, known)
+        weight[:, first:] -= gamma
+        self.coordinates[:, t, t] = 1 / lead
+        self.coordinates[:, t, :t] = -weight / lead.unsqueeze(1)
+        lead, weight = lead.to(g.dtype), weight.to(g.dtype)
+        return lead.unsqueeze(1) * g + torch.einsum("bj,bjd->bd", weight, stored)
+
+    def _judge_newest(
+        self,
+        t: int,
+        change: Tensor,  # (batch,) ‖Δg_{t−1}‖
+        good: Tensor,
+        absolute: Tensor,
+        of_z: Tensor,
+        newest: Tensor,  # (batch, d)
+    ) -> None:
+        """Whether Δg_{t−1} is more than noise, and g_{t−1} what its coordinates say.
+
+        They divide by what of g_{t−1} is in s_{t−1}, and so the rounding of the step too.
+        """
+        share = self.coordinates[:, t - 1, t - 1].abs()
+        rounding = self.coarse * share * norm(newest).double()
+        exact = rounding <= COARSEST * self.products[:, t - 1, t - 1].sqrt()
+        sound = change > noise_level(self.precision) * (of_z + absolute)
+        self.keep[:, t - 1] = good & sound & exact
+        if t > 1:
+            self.keep[:, t - 2] &= exact
+
+    def settle(self, last: int) -> Settled:
+        return super().settle(last)._replace(inverse=None)

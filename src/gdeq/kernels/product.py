@@ -32,6 +32,7 @@ from gdeq.ledger import flight_limit
 from gdeq.narrowing import first_active, gathered_parts
 from gdeq.product import ProductInverse, Settled, store_dtype
 from gdeq.recording import recording
+from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver, noise_level
 
 
@@ -88,7 +89,9 @@ def _dots(
     rows, evaluated,
     z, fz, last_fz, steps, scales, chunk_table, d, step_stride, scale_stride, arrived,
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
-    batch, chunks, count, most, tol, precision, eps, noise, flight,
+    coordinates, products,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse,
+    MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     NARROW: tl.constexpr, JUDGE: tl.constexpr, COUNTED: tl.constexpr, HALF: tl.constexpr,
     FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
@@ -173,8 +176,8 @@ def _dots(
             tl.store(arrived + b, 0)  # for the next iterate
             judge(
                 b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-                unfinished, batch, chunks, count, most, tol, precision, eps, noise, flight,
-                FIRST, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+                unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
+                noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, FIRST, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
             )  # fmt: skip
 
 
@@ -182,7 +185,9 @@ def _dots(
 def _judge(
     rows,
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
-    batch, chunks, count, most, tol, precision, eps, noise, flight,
+    coordinates, products,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse,
+    MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     NARROW: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
@@ -196,8 +201,8 @@ def _judge(
             return
     judge(
         b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-        unfinished, batch, chunks, count, most, tol, precision, eps, noise, flight,
-        FIRST, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+        unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
+        noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, FIRST, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
     )  # fmt: skip
 
 
@@ -354,7 +359,8 @@ class Sweep:
         # In a captured graph, or with tol=0, all places will be used; else the store grows.
         whole = solver.tol == 0 or recording(device)
         room = max_steps + 1 if whole else min(max_steps + 1, 8)
-        kept = store_dtype(z, precision, tuning.eight_bits)
+        self.memory = solver.memory if isinstance(solver, Anderson) else 0
+        kept = store_dtype(z, precision, tuning.eight_bits and not self.memory)
         self.steps = z.new_empty(batch, room, d, dtype=kept)
         # Of each chunk of a step in 8 bits; else never read.
         self.scaled, self.sizes = kept == torch.int8, tuple(sizes)
@@ -363,6 +369,10 @@ class Sweep:
         self.places = places(max_steps + 1)
         self.gram = z.new_empty(batch, self.places, self.places)
         self.keep = torch.empty(batch, self.places, dtype=torch.int8, device=device)
+        # `AndersonSweep`'s; else never read
+        numbers_of_g = (batch if self.memory else 0, self.places, self.places)
+        self.coordinates = z.new_empty(numbers_of_g, dtype=torch.float64)
+        self.products = torch.empty_like(self.coordinates)
         self.weight = z.new_empty(batch, self.places)
         self.lead = z.new_empty(batch)
         self.moves = torch.empty(batch, dtype=torch.int32, device=device)
@@ -376,7 +386,8 @@ class Sweep:
         if solver.tol > 0:
             self.unfinished = torch.full((1,), batch, dtype=torch.int32, device=device)
         rounded = self.steps.dtype != z.dtype
-        self.measured = not (rounded and tuning.change_from_dots)  # ‖y‖; else nothing keeps f
+        # ‖y‖; else nothing keeps f
+        self.measured = not (rounded and tuning.change_from_dots or self.memory)
         self.returned = self.last_fz = self.parts
         self.another_size = True  # than the last f(z) had
 
@@ -436,7 +447,7 @@ class Sweep:
         scale = self.real if self.scale is None else self.scale
         sums = self.norms, self.partial, scale
         kept = self.gram, self.keep, self.weight, self.lead, self.moves
-        noted = self.real, self.whole, self.trace, self.unfinished
+        noted = self.real, self.whole, self.trace, self.unfinished, self.coordinates, self.products
         limits = (
             self.max_steps,
             float(solver.tol),
@@ -444,6 +455,7 @@ class Sweep:
             float(torch.finfo(self.z.dtype).eps),
             noise_level(precision),
             flight_limit(solver.tol, precision),
+            *self._mixing(),
         )
         verdict = *sums, *kept, *noted, batch, chunks, t, *limits
         rows, evaluated = self._evaluated()
@@ -455,6 +467,8 @@ class Sweep:
             "RELATIVE_STOP": solver.stop == "relative",
             "LINEAR": self.scale is not None,
             "CHUNKS": 32,
+            "MEMORY": self.memory,
+            "WINDOW": max(8, triton.next_power_of_2(self.memory)),
         }
         at_once = tuning.judge_in_dots and tuning.dots_warps == 1
         _dots[(chunks, evaluated)](
@@ -466,6 +480,12 @@ class Sweep:
         )  # fmt: skip
         if not at_once:
             _judge[(evaluated,)](rows, *verdict, **common, **judging, num_warps=1)
+
+    def _mixing(self) -> tuple[float, float, float]:
+        if not isinstance(self.solver, Anderson):
+            return 1.0, 0.0, 0.0
+        coarse = torch.finfo(self.steps.dtype).eps
+        return float(self.solver.mixing), self.solver.ridge(self.z.dtype), coarse
 
     def _move(self, t: int, fz: Tensor, counted: bool) -> None:
         d = self.z.shape[1]
@@ -516,7 +536,7 @@ class Sweep:
         # They have gone back with z.  The graph of an f that was differentiated in the solve reads
         # the same memory: for a sample whose f was not finite there, so neither is its gradient.
         parts = self.parts if self._all_in_parts() else None
-        return Settled(self.z, parts, residual, taken, codes, inverse)
+        return Settled(self.z, parts, residual, taken, codes, None if self.memory else inverse)
 
     def _all_in_parts(self) -> bool:
         return self.in_parts and self.rows is None

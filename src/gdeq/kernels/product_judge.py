@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gdeq.kernels import anderson_judge
 from gdeq.solution import Status
 
 # Rows of the numbers kept for each sample.
@@ -76,7 +77,9 @@ def one_more(x, inner, diagonal, kept, of_column, place, row, column):
 @triton.jit
 def _judge_first(
     b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
-    batch, chunks, count, most, tol, precision, eps, noise, flight,
+    coordinates, products,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse,
+    MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     MEASURED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -114,14 +117,21 @@ def _judge_first(
     tl.store(keep + b * PLACES + place, tl.zeros((PLACES,), dtype=tl.int8))
     for j in range(0, PLACES):
         tl.store(gram + (b * PLACES + j) * PLACES + place, tl.zeros((PLACES,), dtype=kind))
-    tl.store(lead + b, tl.where(finite, 1.0, 0.0).to(kind))
+    if MEMORY:
+        anderson_judge.begin(
+            b, gg, coordinates, products, weight, lead, finite, mixing, PLACES
+        )  # fmt: skip
+    else:
+        tl.store(lead + b, tl.where(finite, 1.0, 0.0).to(kind))
     tl.store(moves + b, tl.where(count < most, active.to(tl.int32), 0))
 
 
 @triton.jit
 def _judge_next(
     b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
-    batch, chunks, count, most, tol, precision, eps, noise, flight,
+    coordinates, products,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse,
+    MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     MEASURED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -147,11 +157,12 @@ def _judge_next(
         best_step = tl.load(whole + 3 * batch + b)
     if LINEAR:
         size = tl.load(scale + b)
-    if not MEASURED:
+    if not MEASURED and not MEMORY:
         of_g = tl.load(lead + b)
         of_s = tl.load(weight + b * PLACES + place, mask=place < last, other=0.0)
-    diagonal = tl.load(of_b + place * (PLACES + 1), mask=place < last, other=1.0)
-    kept = tl.load(keep + b * PLACES + place, mask=place < last, other=0) != 0
+    if not MEMORY:
+        diagonal = tl.load(of_b + place * (PLACES + 1), mask=place < last, other=1.0)
+        kept = tl.load(keep + b * PLACES + place, mask=place < last, other=0) != 0
 
     gg, ff, zz, yy, a, row = _sums(norms, partial, b, chunks, count, MEASURED, PLACES, CHUNKS)
     new_absolute = tl.sqrt(gg).to(kind)
@@ -194,39 +205,46 @@ def _judge_next(
     tl.store(whole + batch + b, code)
     tl.store(whole + 2 * batch + b, tl.where(was_active, count, steps))
 
-    # d, by columns of G: those of all steps but the newest are in memory, as rows
-    d = tl.zeros((PLACES,), dtype=kind)
-    inner = a  # a + Gd
-    for j in tl.range(0, last, num_stages=AHEAD):
-        known = tl.where(j + 1 < last, last, 0)
-        column = tl.load(of_b + (j + 1) * PLACES + place, mask=place < known, other=0.0)
-        column = tl.where(j + 1 < last, column, row)
-        d, inner = one_more(d, inner, diagonal, kept, column, place, j, j + 1)
-    tl.store(of_b + last * PLACES + place, row, mask=place < count)
-    tl.store(of_b + place * PLACES + last, row, mask=place < last)
+    if MEMORY:
+        anderson_judge.next_step(
+            b, a, row, gg, of_z, new_absolute, good, count,
+            keep, weight, lead, coordinates, products, noise, mixing, ridge, coarse,
+            MEMORY, WINDOW, PLACES,
+        )  # fmt: skip
+    else:
+        # d, by columns of G: those of all steps but the newest are in memory, as rows
+        d = tl.zeros((PLACES,), dtype=kind)
+        inner = a  # a + Gd
+        for j in tl.range(0, last, num_stages=AHEAD):
+            known = tl.where(j + 1 < last, last, 0)
+            column = tl.load(of_b + (j + 1) * PLACES + place, mask=place < known, other=0.0)
+            column = tl.where(j + 1 < last, column, row)
+            d, inner = one_more(d, inner, diagonal, kept, column, place, j, j + 1)
+        tl.store(of_b + last * PLACES + place, row, mask=place < count)
+        tl.store(of_b + place * PLACES + last, row, mask=place < last)
 
-    # Factor t − 1
-    squared = tl.sum(tl.where(place == last, row, 0.0), 0)
-    of_g_t = tl.sum(tl.where(place == last, a, 0.0), 0)  # s_{t−1}ᵀg_t
-    newest = of_g_t + tl.sum(tl.where(d != 0, row * d, 0.0), 0)  # s_{t−1}ᵀq
-    inner = tl.where(place == last, newest, inner)
-    of_q = gg.to(kind) + tl.sum(tl.where(d != 0, d * (a + inner), 0.0), 0)  # ‖q‖²
-    difference = tl.sqrt(tl.maximum(squared - 2 * newest + of_q, 0.0))  # ‖s − q‖
-    denominator = squared - newest
-    sound = tl.abs(denominator) > 1e3 * eps * tl.sqrt(squared) * difference
-    if MEASURED:
-        change = tl.sqrt(yy).to(kind)
-    else:  # y = g_t − g_{t−1}, and s_{t−1} was made of g_{t−1} and steps whose products are known
-        product = of_g_t - tl.sum(tl.where(of_s != 0, of_s * a, 0.0), 0)
-        product = tl.where(of_g != 0, product / of_g, 0.0)  # g_{t−1}ᵀg_t
-        square = gg.to(kind) - 2 * product + last_absolute * last_absolute
-        change = tl.sqrt(tl.maximum(square, 0.0))
-    sound = sound & (change > noise * (of_z + new_absolute))
-    keeps = good & sound
-    tl.store(keep + b * PLACES + last, keeps.to(tl.int8))
-    longer = tl.where(keeps, squared / denominator, 1.0)
-    tl.store(weight + b * PLACES + place, tl.where(good, longer * d, 0.0))
-    tl.store(lead + b, tl.where(good, longer, 0.0))
+        # Factor t − 1
+        squared = tl.sum(tl.where(place == last, row, 0.0), 0)
+        of_g_t = tl.sum(tl.where(place == last, a, 0.0), 0)  # s_{t−1}ᵀg_t
+        newest = of_g_t + tl.sum(tl.where(d != 0, row * d, 0.0), 0)  # s_{t−1}ᵀq
+        inner = tl.where(place == last, newest, inner)
+        of_q = gg.to(kind) + tl.sum(tl.where(d != 0, d * (a + inner), 0.0), 0)  # ‖q‖²
+        difference = tl.sqrt(tl.maximum(squared - 2 * newest + of_q, 0.0))  # ‖s − q‖
+        denominator = squared - newest
+        sound = tl.abs(denominator) > 1e3 * eps * tl.sqrt(squared) * difference
+        if MEASURED:
+            change = tl.sqrt(yy).to(kind)
+        else:  # y = g_t − g_{t−1}, and s_{t−1} was made of g_{t−1} and steps whose products are known
+            product = of_g_t - tl.sum(tl.where(of_s != 0, of_s * a, 0.0), 0)
+            product = tl.where(of_g != 0, product / of_g, 0.0)  # g_{t−1}ᵀg_t
+            square = gg.to(kind) - 2 * product + last_absolute * last_absolute
+            change = tl.sqrt(tl.maximum(square, 0.0))
+        sound = sound & (change > noise * (of_z + new_absolute))
+        keeps = good & sound
+        tl.store(keep + b * PLACES + last, keeps.to(tl.int8))
+        longer = tl.where(keeps, squared / denominator, 1.0)
+        tl.store(weight + b * PLACES + place, tl.where(good, longer * d, 0.0))
+        tl.store(lead + b, tl.where(good, longer, 0.0))
     tl.store(moves + b, tl.where(count < most, active.to(tl.int32), 0))
 
 
@@ -258,7 +276,9 @@ def finish(b, real, whole, batch, precision, WATCH: tl.constexpr, RELATIVE_STOP:
 @triton.jit
 def judge(
     b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
-    batch, chunks, count, most, tol, precision, eps, noise, flight,
+    coordinates, products,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse,
+    MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
@@ -267,12 +287,12 @@ def judge(
     if FIRST:
         _judge_first(
             b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-            unfinished, batch, chunks, count, most, tol, precision, eps, noise, flight,
-            MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+            unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
+            noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
         )  # fmt: skip
     else:
         _judge_next(
             b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-            unfinished, batch, chunks, count, most, tol, precision, eps, noise, flight,
-            MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+            unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
+            noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
         )  # fmt: skip

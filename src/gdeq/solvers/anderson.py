@@ -16,7 +16,7 @@ from gdeq.solvers.base import Solver, change_seen, select
 class AndersonState:
     dz: Tensor  # (batch, memory, d) differences of iterates
     dg: Tensor  # (batch, memory, d) differences of g, in the same places
-    count: Tensor  # (batch,) pairs seen
+    count: Tensor  # (batch,) steps taken
     precision: float
 
 
@@ -27,7 +27,7 @@ class Anderson(Solver):
         γ = argmin ‖g − ΔG γ‖² + λ ‖D γ‖²,      D = diag ‖Δg_i‖
         z ← z + β g − (ΔZ + β ΔG) γ
 
-    memory: number of differences kept.
+    memory: the differences of so many steps are kept.
     mixing: β in (0, 1].
     regularization: λ, relative to the size of each difference, so that it has no unit; never
         taken below the rounding level of the dtype.
@@ -58,6 +58,9 @@ class Anderson(Solver):
         count = torch.zeros(z.shape[0], dtype=torch.long, device=z.device)
         return AndersonState(empty, torch.zeros_like(empty), count, precision)
 
+    def ridge(self, dtype: torch.dtype) -> float:
+        return max(self.regularization, 10 * torch.finfo(dtype).eps)
+
     def propose(self, z: Tensor, g: Tensor, state: AndersonState) -> Tensor:
         plain = z + self.mixing * g
         size = torch.linalg.vector_norm(state.dg, dim=2)  # (batch, memory)
@@ -69,8 +72,7 @@ class Anderson(Solver):
             size.unsqueeze(1) * size.unsqueeze(2)
         )
         right = torch.bmm(state.dg, g.unsqueeze(2)).squeeze(2) / size
-        ridge = max(self.regularization, 10 * torch.finfo(z.dtype).eps)
-        diagonal = torch.where(used, ridge, 1.0).double()
+        diagonal = torch.where(used, self.ridge(z.dtype), 1.0).double()
         system = gram.double() + torch.diag_embed(diagonal)
         # solve_ex does not read the device to look for errors: the ridge keeps it regular.
         scaled, _ = torch.linalg.solve_ex(system, right.double().unsqueeze(2))
@@ -88,11 +90,12 @@ class Anderson(Solver):
         state: AndersonState,
     ) -> tuple[Tensor, Tensor, AndersonState]:
         dz, dg = z_try - z, g_try - g
-        sound = change_seen(g, g_try, z_try, state.precision)
-        store = (accepted & sound).unsqueeze(1)
+        sound = change_seen(g, g_try, z_try, state.precision).unsqueeze(1)
         rows = torch.arange(len(z), device=z.device)
         place = state.count % state.dz.shape[1]
-        state.dz[rows, place] = torch.where(store, dz, state.dz[rows, place])
-        state.dg[rows, place] = torch.where(store, dg, state.dg[rows, place])
-        state.count = state.count + store.squeeze(1)
+        store = accepted.unsqueeze(1)
+        for kept, new in ((state.dz, dz), (state.dg, dg)):
+            new = torch.where(sound, new, 0.0)  # of noise nothing is learned
+            kept[rows, place] = torch.where(store, new, kept[rows, place])
+        state.count = state.count + accepted
         return select(accepted, z_try, z), select(accepted, g_try, g), state
