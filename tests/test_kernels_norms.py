@@ -741,7 +741,10 @@ def test_whole_fuse_gradients_are_those_of_the_other_kernel(
     inputs = [t for t in tensors if t is not None]
     direction = torch.randn(2, channels, *size, device=device).to(dtype)
     launches = []
-    monkeypatch.setattr(whole, "LEAST", 0)  # small tiles too
+    if device.type == "cpu":
+        monkeypatch.setattr(whole, "LEAST", 0)  # small tiles too: right in the interpreter
+    elif not whole.takes(own, [s.raw for s in sources], levels, groups):
+        pytest.skip("left to the other kernel")
     real = whole.launch
     monkeypatch.setattr(whole, "launch", lambda *args: launches.append(real(*args)))
     for relu in (True, False):

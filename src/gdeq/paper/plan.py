@@ -59,7 +59,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 # Our own rows of Table 2: a name and the settings by which it differs from the preset.
 OWN: dict[str, tuple[str, ...]] = {
     "gdeq-refine1": ("gradient=gdeq", "gradient.refine=1"),
-    # Four to seven steps and one or two VJPs, at the rate of the best trials: half of plain GDEQ's time.
+    # Four to seven steps, one or two VJPs, at the rate of the best trials: half of GDEQ's time.
     "adaptive": (
         *("gradient=gdeq", "adapt.enabled=true", "adapt.forward=0.1", "adapt.backward=0.7"),
         *("adapt.steps=[4,5,6,7,8,9]", "adapt.refine=[1,2]", "adapt.room=0.5"),

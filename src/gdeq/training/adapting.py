@@ -13,10 +13,11 @@ target and a ladder of costs:
   raised has rungs to spare, or is well below.  What rungs were tried in vain before says nothing
   of an f with more penalty: the next try waits no longer than the first.
 
-It begins in the middle of each ladder, the lower one of two.  On the lowest rungs, the first epoch, in which the rate is
-at its largest, would be trained with the worst solves, until enough looks have led up.  On the
-highest, an f that is above its target would be penalised at the first look, and coming down takes
-``patience`` looks a rung; from the middle the first rungs are free in both directions.
+It begins in the middle of each ladder, the lower one of two.  On the lowest rungs, the first epoch,
+in which the rate is at its largest, would be trained with the worst solves, until enough looks have
+led up.  On the highest, an f that is above its target would be penalised at the first look, and
+coming down takes ``patience`` looks a rung; from the middle the first rungs are free in both
+directions.
 
 Everything here is plain numbers, decided at the host between two steps; what was decided is a
 function of what was measured alone.

@@ -155,8 +155,8 @@ class AdaptConfig:
     """Forward steps, refinement and penalty that follow the residuals (gdeq.training.adapting).
 
     For gradient=gdeq.  ``solver.max_iter`` and ``gradient.refine`` are then not read: it begins in
-    the middle of ``steps`` and ``refine``, the lower one of two; a test is solved with the steps then
-    in use.
+    the middle of ``steps`` and ``refine``, the lower one of two.  A test is solved with the steps
+    then in use.
     """
 
     enabled: bool = False  # choose steps, refinement and penalty by the residuals

@@ -20,8 +20,8 @@ from gdeq.kernels.norms.tensors import channels_last, channels_last_or
 enabled = True  # for comparisons
 MOST = 16384  # numbers of the cotangent that a program reads
 PER_THREAD = 16  # of those that the first source needs
-# Of each source at least, for each thread.  Where there were fewer, a gradient was wrong once on a
-# GPU and right in the interpreter (docs/performance.md): why is not known, so the other kernel.
+# Of each source at least, for each thread.  With fewer, the GPU's code sums some tiles wrongly, at
+# each call, and the interpreter does not (docs/performance.md): they are left to the other kernel.
 LEAST = 1
 RUN_BYTES = 32  # of a pixel at least, if that many numbers fit
 REGISTERS = 80  # so that three programs of 8 warps fit an SM
