@@ -19,7 +19,7 @@ from gdeq.models.branches import Parallel, Serial
 from gdeq.models.layers import (
     BatchNorm2d,
     Layers,
-    added_and_relu,
+    Residual,
     conv,
     group_norm,
     made_ready,
@@ -56,7 +56,7 @@ class Stem(Layers):
         super().__init__(*layers)
 
 
-class Bottleneck(nn.Module):
+class Bottleneck(Residual):
     """Widens one scale's features for the head; only the shortcut's norm is affine."""
 
     def __init__(self, channels: int, inner: int, config: MDEQConfig) -> None:
@@ -72,12 +72,9 @@ class Bottleneck(nn.Module):
             conv(inner, outer, 1),
             outer_norm(config, outer, affine=False),
         )
-        self.shortcut: nn.Module = nn.Identity()
+        self.shortcut = nn.Identity()
         if channels != outer:
             self.shortcut = Layers(conv(channels, outer, 1), outer_norm(config, outer))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return added_and_relu(self.body, self.shortcut, z)
 
 
 class Head(nn.Module):
@@ -122,7 +119,7 @@ class Head(nn.Module):
         """The scales side by side on a GPU, where all their weights are made before."""
         grad = torch.is_grad_enabled()
         wanted = mdeq_fused.streams_with_grad or not grad
-        if wanted and runs_as_kernels(z[0]) and self.widen[0].body[0].ready is not None:  # type: ignore[union-attr, index]
+        if wanted and runs_as_kernels(z[0]) and ready_tensors(self.widen[0]):
             return Parallel(z[0].device, len(z), grad)
         return Serial()
 

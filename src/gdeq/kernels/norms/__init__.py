@@ -36,8 +36,9 @@ from gdeq.kernels.norms.batch import BatchSource, Running, batch_norms, batch_no
 from gdeq.kernels.norms.fusion import Source, fuse, fuse_plain
 from gdeq.kernels.norms.residual import block_end, block_end_for, block_end_plain
 from gdeq.kernels.norms.single import norm_act, norm_act_plain
+from gdeq.kernels.norms.slices import slices
 from gdeq.kernels.norms.tensors import empty_channels_last
-from gdeq.kernels.norms.tiles import TUNING, choose_tile
+from gdeq.kernels.norms.tiles import TUNING, choose_tile, room_beside
 
 __all__ = [
     "TUNING",
@@ -57,4 +58,6 @@ __all__ = [
     "norm_act_plain",
     "per_sample",
     "per_sample_plain",
+    "room_beside",
+    "slices",
 ]
