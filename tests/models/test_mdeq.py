@@ -429,8 +429,11 @@ def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
     found = outcome()
     # Batch norms: three of the stem, three at each scale, two on the way down, the last.
     by_batch = [1] * 3 + [1, 1, 2] * 3 + [1] * 3
-    assert calls == ["merge", *(by_batch if "outer_norm" in overrides else ["fuse"] * 3)]
-    (branches,) = made
+    by_group = ["fuse"] * 3
+    assert calls == ["merge", "merge", *(by_batch if "outer_norm" in overrides else by_group)]
+    sides, branches = made
+    assert sides.used == [1, 2]
+    assert sides.awaited == {0, 1, 2}
     assert branches.used == [0, 1, 2]
     assert branches.joined
     assert list(model.state_dict()) == names
@@ -466,7 +469,7 @@ def test_the_head_with_zeros_beside_its_channels_computes_the_same(dtype, traini
                 if isinstance(layer, nn.Conv2d):
                     layer.register_forward_hook(hook)
         inputs = [part.clone().requires_grad_() for part in z]
-        with layers.made_ready(head, (head,), z[0]):
+        with layers.made_ready(head, z[0]):
             y = z[0].new_zeros(())
             for widen, part in zip(head.widen, inputs, strict=True):
                 out = widen(part)

@@ -213,14 +213,14 @@ def _source(layers: nn.Module, norm: GroupNorm, x: Tensor, done: int) -> Source:
 
 
 @contextlib.contextmanager
-def made_ready(owner: nn.Module, parts: Sequence[nn.Module], x: Tensor) -> Iterator[None]:
-    """While open, the convolutions and norms of these parts of ``owner`` have their parameters as
-    kernels take them, made in one launch for all: weights cast and ordered, and scales and shifts
-    for each sample of the batch x, so that one reduction sums all their gradients.
+def made_ready(owner: nn.Module, x: Tensor) -> Iterator[None]:
+    """While open, the convolutions and norms of ``owner`` have their parameters as kernels take
+    them, made in one launch for all: weights cast and ordered, and scales and shifts for each
+    sample of the batch x, so that one reduction sums all their gradients.
 
     Where cuDNN would copy what is between two convolutions to have zeros beside its channels, these
     are there already (`_rooms`)."""
-    modules = [module for part in parts for module in part.modules()]
+    modules = list(owner.modules())
     pairs = [m for m in modules if isinstance(m, Residual) and m.begins_alike()]
     pairs = pairs if joined_shortcuts else []
     in_pairs = {id(way[0]) for m in pairs for way in (m.body, m.shortcut)}  # type: ignore[index]

@@ -28,10 +28,12 @@ from gdeq.models.layers import (
 )
 from gdeq.models.mdeq_cell import MDEQCell, MultiscaleState
 from gdeq.models.mdeq_config import MDEQConfig, Shape, named
+from gdeq.regularize import hold
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
 
 HEAD_EXPANSION = 4
+weights_beside = True  # those of cell and head are made beside the stem
 
 
 def outer_norm(config: MDEQConfig, channels: int, affine: bool = True) -> nn.Module:
@@ -163,17 +165,26 @@ class MDEQ(nn.Module):
         self.head = Head(config)
 
     def forward(self, images: Tensor) -> Tensor:
-        with self._ready(images):
+        if not runs_as_kernels(images, mdeq_fused.compute_dtype(images)):
             return self.head(self.deq(self.stem(images)))
-
-    def _ready(self, images: Tensor) -> contextlib.AbstractContextManager[None]:
-        kind = images.device.type
-        dtype = images.dtype
-        if torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-        if not runs_as_kernels(images, dtype):
-            return contextlib.nullcontext()
-        return made_ready(self, (self.stem, self.head), images)
+        grad = torch.is_grad_enabled()
+        aside = weights_beside and (mdeq_fused.streams_with_grad or not grad)
+        branches = Parallel(images.device, 3, grad) if aside else Serial()
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(made_ready(self.stem, images))
+            # What the others need goes beside the stem; backward, their weights' gradients.
+            with branches.on(1):
+                opened.enter_context(made_ready(self.head, images))
+                branches.mark("head")
+            opened.enter_context(hold(self.deq.cell))
+            with branches.on(2):
+                mdeq_fused.prepare_early(self.deq.cell, images)
+                branches.mark("cell")
+            injection = self.stem(images)
+            branches.await_("cell")
+            branches.await_("head")
+            branches.reads(ready_tensors(self.head))
+            return self.head(self.deq(injection))
 
 
 def mdeq(
