@@ -717,6 +717,8 @@ WHOLE_FUSIONS = [  # levels, size, channels, groups
     ((0, 2), (4, 8), 16, 4),
     ((1, 2), (8, 8), 4, 2),  # tiles of fewer numbers than a warp has threads
     ((0, 1), (4, 4), 4, 2),
+    ((0, 0), (4, 8), 28, 4),  # groups of 7
+    ((0, 1, 2), (4, 4), 10, 2),
 ]
 
 
@@ -758,14 +760,16 @@ def test_whole_fuse_gradients_are_those_of_the_other_kernel(
     assert len(launches) == 4
 
 
-def test_what_is_not_fused_whole(device):
+def test_what_is_not_fused_whole(device, monkeypatch):
     out = channels_last(1, 8, 4, 8, device=device)
     low, takes = out[:, :, :2, :4], norms.fusion_whole.takes
     assert takes(out, [out, low], (0, 1), 2)
     assert not takes(out, [low, out], (1, 0), 2)  # the one before has not what the next needs
     assert not takes(out, [out[:, :, :1]], (1,), 2)  # not of that resolution
     assert not takes(out[..., :6], [low[..., :3]], (1,), 2)
-    assert not takes(out[:, :6], [low[:, :6]], (1,), 2)  # groups of three
+    assert takes(out[:, :6], [out[:, :6]], (0,), 2)  # groups of three
+    monkeypatch.setattr(norms.fusion_whole, "masked", False)
+    assert not takes(out[:, :6], [out[:, :6]], (0,), 2)
     assert not takes(torch.empty(1, 8, 128, 128), [], (), 2)
 
 
