@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 import gdeq
 from gdeq import GDEQ, JFB, Broyden, Implicit, Unrolled, hold
 from gdeq.kernels import available, norms, weights
-from gdeq.models import MDEQ, MDEQCell, MDEQConfig, layers, mdeq_fused
+from gdeq.models import MDEQ, MDEQCell, MDEQConfig, layers, mdeq_fused, mdeq_weights
 from gdeq.models import mdeq as model_file
 from gdeq.models.branches import Serial
 from gdeq.models.mdeq import average, mdeq
@@ -444,11 +444,20 @@ def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
 
 @pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
 @pytest.mark.parametrize(
-    ("dtype", "training"), [(torch.float32, True), (torch.bfloat16, False)], ids=str
+    ("dtype", "training", "norm"),
+    [
+        (torch.float32, True, "batch"),
+        (torch.bfloat16, False, "batch"),
+        (torch.float32, True, "group"),
+        (torch.bfloat16, False, "group"),
+    ],
+    ids=str,
 )
-def test_the_head_with_zeros_beside_its_channels_computes_the_same(dtype, training, monkeypatch):
+def test_the_head_with_zeros_beside_its_channels_computes_the_same(
+    dtype, training, norm, monkeypatch
+):
     torch.manual_seed(0)
-    config = replace(MINIMAL, outer_norm="batch", head_channels=(3, 8, 6))
+    config = replace(MINIMAL, outer_norm=norm, head_channels=(3, 8, 6))
     first = model_file.Head(config).train(training)
     z = [torch.randn(3, c, h, h).to(dtype) for c, h in ((4, 4), (4, 2), (6, 2))]
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: dtype)
@@ -458,6 +467,7 @@ def test_the_head_with_zeros_beside_its_channels_computes_the_same(dtype, traini
     outcomes = []
     for multiple in (1, 8):
         monkeypatch.setattr(layers, "MULTIPLE", multiple)
+        monkeypatch.setattr(layers, "joined_shortcuts", multiple == 8)
         head = copy.deepcopy(first)
         seen = []
 
@@ -465,11 +475,13 @@ def test_the_head_with_zeros_beside_its_channels_computes_the_same(dtype, traini
             seen.append((given[0].shape[1], y.shape[1]))
 
         for widen in head.widen:
-            for layer in widen.body:
+            for layer in list(widen.body)[1:]:
                 if isinstance(layer, nn.Conv2d):
                     layer.register_forward_hook(hook)
         inputs = [part.clone().requires_grad_() for part in z]
         with layers.made_ready(head, z[0]):
+            joined = norm == "group" and multiple == 8
+            assert [widen.ready is not None for widen in head.widen] == [joined] * 3
             y = z[0].new_zeros(())
             for widen, part in zip(head.widen, inputs, strict=True):
                 out = widen(part)
@@ -477,18 +489,42 @@ def test_the_head_with_zeros_beside_its_channels_computes_the_same(dtype, traini
         leaves = [*inputs, *head.widen.parameters()]
         outcomes.append([y, *torch.autograd.grad(y, leaves), *head.buffers()])
         assert list(head.state_dict()) == names
-        room = {3: 8, 6: 8} if multiple == 8 and training else {}
+        # Of one group of 3 channels a tile has one column to spare; of two groups, two.
+        room = {3: 8, 6: 8} if norm == "batch" and training else {6: 8} if norm == "group" else {}
+        room = room if multiple == 8 else {}
         wide = [room.get(inner, inner) for inner in config.head_channels]
         outer = [model_file.HEAD_EXPANSION * inner for inner in config.head_channels]
         assert seen == [
             pair
-            for c, inner, out in zip(config.channels, wide, outer, strict=True)
-            for pair in ((c, inner), (inner, inner), (inner, out))
+            for inner, out in zip(wide, outer, strict=True)
+            for pair in ((inner, inner), (inner, out))
         ]
         assert all(getattr(m, "room", None) is None for m in head.modules())
     for a, b in zip(*outcomes, strict=True):
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         assert (a - b).double().norm() <= tolerance * b.double().norm() + 1e-5
+
+
+@pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
+def test_weights_are_made_before_the_stem_runs_and_once(monkeypatch):
+    model = minimal(Broyden(max_iter=1, tol=0.0), JFB(), fused=True)
+    images = torch.randn(2, 2, 8, 8)
+    expected = model(images)
+    calls, made = [], []
+    prepare, stem = mdeq_weights.prepare, model.stem.forward
+    monkeypatch.setattr(mdeq_weights, "prepare", lambda *a: calls.append("cell") or prepare(*a))
+    monkeypatch.setattr(model.stem, "forward", lambda x: calls.append("stem") or stem(x))
+    monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
+    monkeypatch.setattr(model_file, "runs_as_kernels", lambda x, dtype=None: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float32)
+    monkeypatch.setattr(model_file, "Parallel", lambda *a: made.append(Watched(*a)) or made[-1])
+    few_programs(monkeypatch)
+    for beside, order in ((True, ["cell", "stem"]), (False, ["stem", "cell"])):
+        monkeypatch.setattr(model_file, "weights_beside", beside)
+        calls.clear()
+        assert torch.allclose(model(images), expected, atol=1e-4)
+        assert calls == order
+    assert len(made) == 3  # sides and the head's; the head's
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

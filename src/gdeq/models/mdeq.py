@@ -178,7 +178,8 @@ class MDEQ(nn.Module):
                 branches.mark("head")
             opened.enter_context(hold(self.deq.cell))
             with branches.on(2):
-                mdeq_fused.prepare_early(self.deq.cell, images)
+                if aside:
+                    mdeq_fused.prepare_early(self.deq.cell, images)
                 branches.mark("cell")
             injection = self.stem(images)
             branches.await_("cell")
