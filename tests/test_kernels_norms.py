@@ -396,6 +396,18 @@ def test_gradients_of_slices_that_are_elsewhere(device):
     exact = (exact * weight).sum() + x[:, 4:].sin().sum()
     (expected,) = torch.autograd.grad(exact, x)
     close(torch.autograd.grad(total, x, retain_graph=True)[0], expected, 1e-4)
+
+    def twice(e):  # in other memory that looks the same
+        return torch.empty_strided(e.shape, e.stride(), device=e.device).copy_(2 * e)
+
+    watched = norms.slices(x, (4, 6))
+    watched[0].register_hook(twice)
+    outs = [norm_act(part, 2, None, None) for part in watched]
+    plain = [norm_act_plain(part, 2, None, None) for part in x.split((4, 6), dim=1)]
+    direction = torch.randn(2, 10, 4, 4, device=device).split((4, 6), dim=1)
+    doubled = [2 * direction[0], direction[1]]
+    (found,) = torch.autograd.grad(outs, x, direction)
+    close(found, torch.autograd.grad(plain, x, doubled)[0], 1e-4)
     # Passes that end at a slice leave each other's gradients alone.
     part = norm_act(one, 2, None, None)
     alone = [torch.autograd.grad(part, one, s * weight, retain_graph=True)[0] for s in (1.0, 2.0)]

@@ -527,6 +527,34 @@ def test_weights_are_made_before_the_stem_runs_and_once(monkeypatch):
     assert len(made) == 3  # sides and the head's; the head's
 
 
+@pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
+def test_hooks_and_other_classifiers_are_called(monkeypatch):
+    head = model_file.Head(MINIMAL)
+    z = [torch.randn(2, c, h, h) for c, h in ((4, 4), (4, 2), (6, 1))]
+    expected = head(z)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float32)
+    monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
+    monkeypatch.setattr(model_file, "runs_as_kernels", lambda x, dtype=None: True)
+    monkeypatch.setattr(model_file, "Parallel", Watched)
+    few_programs(monkeypatch)
+    seen = []
+
+    def found():
+        seen.clear()
+        with layers.made_ready(head, z[0]):
+            return head(z)
+
+    assert torch.allclose(found(), expected, atol=1e-4)
+    watched = [head.classify, head.widen[0].body[0], head.widen[1].shortcut[0]]
+    handles = [m.register_forward_hook(lambda m, *_: seen.append(m)) for m in watched]
+    assert torch.allclose(found(), expected, atol=1e-4)
+    assert set(map(id, seen)) == set(map(id, watched))
+    for handle in handles:
+        handle.remove()
+    head.classify = nn.Identity()
+    assert found().shape == (2, MINIMAL.final_channels)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_scales_of_the_head_side_by_side_compute_the_same(monkeypatch):
     device = torch.device("cuda")

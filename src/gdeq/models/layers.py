@@ -59,6 +59,11 @@ def runs_as_kernels(x: Tensor, dtype: torch.dtype | None = None) -> bool:
     )
 
 
+def unwatched(module: nn.Module) -> bool:
+    """Whether it need not be called itself: no hook waits for that."""
+    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
 class Conv2d(nn.Conv2d):
     """The same; ready: its weight in the compute dtype, while `made_ready` is open, which may have
     zeros for channels that x has not."""
@@ -192,6 +197,8 @@ class Residual(nn.Module):
         return (
             _has_room(one)
             and _has_room(two)
+            and unwatched(one)
+            and unwatched(two)
             and one.kernel_size == two.kernel_size == (1, 1)
             and one.stride == two.stride == (1, 1)
             and all(type(norm) is GroupNorm for norm in norms)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gdeq.gradients import DEFAULT, Gradient
+from gdeq.kernels import classifier
 from gdeq.layer import DEQ
 from gdeq.models import mdeq_fused
 from gdeq.models.branches import Parallel, Serial
@@ -25,6 +26,7 @@ from gdeq.models.layers import (
     made_ready,
     ready_tensors,
     runs_as_kernels,
+    unwatched,
 )
 from gdeq.models.mdeq_cell import MDEQCell, MultiscaleState
 from gdeq.models.mdeq_config import MDEQConfig, Shape, named
@@ -115,7 +117,13 @@ class Head(nn.Module):
             branches.reads(wide[i])
             y = wide[i] + lower
         branches.join([])
-        return self.classify(average(self.final(y)))
+        y = self.final(y)
+        last = self.classify  # or what a user has put there
+        if runs_as_kernels(y) and type(last) is nn.Linear and unwatched(last):
+            tensors = y, last.weight, last.bias
+            if classifier.takes(*tensors):
+                return classifier.classify(*tensors)
+        return last(average(y))
 
     def _branches(self, z: MultiscaleState) -> Serial:
         """The scales side by side on a GPU, where all their weights are made before."""
