@@ -92,8 +92,8 @@ class GroupNorm(nn.GroupNorm):
     def forward(self, x: Tensor, relu: bool = False) -> Tensor:
         if runs_as_kernels(x):
             room = 0 if self.room is None else self.room - self.num_channels
-            options = self.eps, relu, None, None, room
-            return norm_act(x, self.num_groups, *self.affine_tensors(), *options)
+            affine = self.affine_tensors()
+            return norm_act(x, self.num_groups, *affine, self.eps, relu, room=room)
         y = super().forward(x)
         return torch.relu(y) if relu else y
 
@@ -190,7 +190,7 @@ class Residual(nn.Module):
     def begins_alike(self) -> bool:
         """Whether `ready` may be used: two convolutions of the same kind, and norms that take
         slices."""
-        if not isinstance(self.shortcut, Layers):
+        if not (joined_shortcuts and isinstance(self.shortcut, Layers)):
             return False
         one, two = self.shortcut[0], self.body[0]
         norms = self.shortcut[-1], self.body[1], self.body[-1]
@@ -228,9 +228,9 @@ def made_ready(owner: nn.Module, x: Tensor) -> Iterator[None]:
     Where cuDNN would copy what is between two convolutions to have zeros beside its channels, these
     are there already (`_rooms`)."""
     modules = list(owner.modules())
-    pairs = [m for m in modules if isinstance(m, Residual) and m.begins_alike()]
-    pairs = pairs if joined_shortcuts else []
-    in_pairs = {id(way[0]) for m in pairs for way in (m.body, m.shortcut)}  # type: ignore[index]
+    residuals: list[Any] = [m for m in modules if isinstance(m, Residual) and m.begins_alike()]
+    pairs = [(m.shortcut[0], m.body[0]) for m in residuals]
+    in_pairs = {id(conv) for pair in pairs for conv in pair}
     convs = [m for m in modules if isinstance(m, Conv2d) and "weight" in m._parameters]
     convs = [conv for conv in convs if id(conv) not in in_pairs]
     norms = [m for m in modules if isinstance(m, GroupNorm) and m.affine]
@@ -247,17 +247,17 @@ def made_ready(owner: nn.Module, x: Tensor) -> Iterator[None]:
         )
         for conv in convs
     ]
-    for pair in pairs:
-        two: Any = (pair.shortcut[0], pair.body[0])  # type: ignore[index]
-        room = outputs.get(id(two[1]), two[1].out_channels)
-        parts_of_pair = tuple(Convolution(conv.weight) for conv in two)
-        merged.append(Merged(parts_of_pair, outputs=two[0].out_channels + room))
+    for one, two in pairs:
+        both = Convolution(one.weight), Convolution(two.weight)
+        room = outputs.get(id(two), two.out_channels)
+        merged.append(Merged(both, outputs=one.out_channels + room))
     vectors = [vector for norm in norms for vector in (norm.weight, norm.bias)]
     with torch.autocast(x.device.type, enabled=False):
         weights = merge(merged, dtype, plans_of(owner))
         spread = per_sample(vectors, len(x)) if vectors else []
+    weighted: list[Any] = [*convs, *residuals]
     try:
-        for layer, weight in zip((*convs, *pairs), weights, strict=True):
+        for layer, weight in zip(weighted, weights, strict=True):
             layer.ready = weight
         for norm, scale, shift in zip(norms, spread[::2], spread[1::2], strict=True):
             norm.ready = (scale, shift)
@@ -265,7 +265,7 @@ def made_ready(owner: nn.Module, x: Tensor) -> Iterator[None]:
             between.room = channels
         yield
     finally:
-        for layer in (*convs, *pairs):
+        for layer in weighted:
             layer.ready = None
         for norm in norms:
             norm.ready = None
