@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 
 import gdeq
 from gdeq import GDEQ, JFB, Broyden, Implicit, Unrolled, hold
-from gdeq.kernels import available, norms, weights
+from gdeq.kernels import available, classifier, norms, weights
 from gdeq.models import MDEQ, MDEQCell, MDEQConfig, layers, mdeq_fused, mdeq_weights
 from gdeq.models import mdeq as model_file
 from gdeq.models.branches import Serial
@@ -525,6 +525,52 @@ def test_weights_are_made_before_the_stem_runs_and_once(monkeypatch):
         assert torch.allclose(model(images), expected, atol=1e-4)
         assert calls == order
     assert len(made) == 3  # sides and the head's; the head's
+
+
+def test_the_published_head_in_half_precision_with_all_switches_on_and_off(device, monkeypatch):
+    if not available(device):
+        pytest.skip("Triton does not run here")
+    config = named("large", outer_norm="group")
+    head = model_file.Head(config).to(device)
+    edge, batch = (32, 8) if device.type == "cuda" else (4, 2)
+    z = [
+        torch.randn(batch, c, e, e, device=device).bfloat16().to(memory_format=torch.channels_last)
+        for c, e in ((c, max(1, edge >> i)) for i, c in enumerate(config.channels))
+    ]
+
+    def outcome(dtype, autocast):
+        given = [part.to(dtype).requires_grad_() for part in z]
+        leaves = [*given, *head.parameters()]
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            ready = layers.made_ready(head, z[0]) if autocast else contextlib.nullcontext()
+            with ready:
+                # Gradients of leaves are to arrive on the current stream.
+                logits = head([part.view_as(part) for part in given])
+        weight = torch.linspace(-1, 1, logits.numel(), device=device).view_as(logits)
+        return [logits, *torch.autograd.grad((logits.float() * weight).sum(), leaves)]
+
+    truth = outcome(torch.float32, False)
+    if device.type == "cpu":
+        monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
+        monkeypatch.setattr(model_file, "runs_as_kernels", lambda x, dtype=None: True)
+        monkeypatch.setattr(model_file, "Parallel", Watched)
+        few_programs(monkeypatch)
+    errors = []
+    switches = [(layers, "group_rooms"), (layers, "joined_shortcuts"), (classifier, "enabled")]
+    for on in (False, True):
+        for place, name in (*switches, (norms.fusion_whole, "masked")):
+            monkeypatch.setattr(place, name, on)
+        for _ in range(5 if device.type == "cuda" else 1):
+            pairs = zip(outcome(torch.bfloat16, True), truth, strict=True)
+            errors.append([((a - b).norm() / b.norm()).item() for a, b in pairs])
+    names = [
+        "logits",
+        *(f"z[{i}]" for i in range(len(z))),
+        *(n for n, _ in head.named_parameters()),
+    ]
+    for found in errors[1:]:
+        for name, error, off in zip(names, found, errors[0], strict=True):
+            assert error <= 2 * off + 5e-3, f"{name}: off by {error:.3f}, without by {off:.3f}"
 
 
 @pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")

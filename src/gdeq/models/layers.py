@@ -31,6 +31,7 @@ from gdeq.models.convolution import convolution
 MULTIPLE = 8  # channels that cuDNN's fast kernels want; 1: none beside, for comparisons
 group_rooms = True  # beside channels of group norms, too
 joined_shortcuts = True
+wide_images = True  # with as many channels
 
 
 def conv(inner: int, outer: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -238,7 +239,8 @@ def made_ready(owner: nn.Module, x: Tensor) -> Iterator[None]:
     rooms = _rooms([module for module in modules if isinstance(module, Layers)])
     outputs, inputs = ({id(room[i]): room[3] for room in rooms} for i in (0, 2))
     # Of an image: cuDNN would make them itself, for each of its kernels.
-    inputs |= {id(conv): MULTIPLE for conv in convs if _has_room(conv) and conv.in_channels < 4}
+    if wide_images:
+        inputs |= {id(conv): MULTIPLE for conv in convs if _has_room(conv) and conv.in_channels < 4}
     merged = [
         Merged(
             (Convolution(conv.weight),),
