@@ -532,10 +532,11 @@ def test_the_published_head_in_half_precision_with_all_switches_on_and_off(devic
         pytest.skip("Triton does not run here")
     config = named("large", outer_norm="group")
     head = model_file.Head(config).to(device)
-    edge, batch = (32, 8) if device.type == "cuda" else (4, 2)
+    # Not 4: of maps of one pixel oneDNN leaves parts of bf16 weights' gradients unwritten.
+    edge, batch = (32, 8) if device.type == "cuda" else (8, 2)
     z = [
         torch.randn(batch, c, e, e, device=device).bfloat16().to(memory_format=torch.channels_last)
-        for c, e in ((c, max(1, edge >> i)) for i, c in enumerate(config.channels))
+        for c, e in ((c, edge >> i) for i, c in enumerate(config.channels))
     ]
 
     def outcome(dtype, autocast):
