@@ -163,8 +163,11 @@ class Residual(nn.Module):
     """
 
     ready: Tensor | None = None
-    body: Layers
-    shortcut: nn.Module
+
+    def __init__(self, body: Layers, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.shortcut = shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         norm, other = _last_norm(self.body), _last_norm(self.shortcut)

@@ -64,9 +64,8 @@ class Bottleneck(Residual):
     """Widens one scale's features for the head; only the shortcut's norm is affine."""
 
     def __init__(self, channels: int, inner: int, config: MDEQConfig) -> None:
-        super().__init__()
         outer = HEAD_EXPANSION * inner
-        self.body = Layers(
+        body = Layers(
             conv(channels, inner, 1),
             outer_norm(config, inner, affine=False),
             nn.ReLU(),
@@ -76,9 +75,10 @@ class Bottleneck(Residual):
             conv(inner, outer, 1),
             outer_norm(config, outer, affine=False),
         )
-        self.shortcut = nn.Identity()
+        shortcut: nn.Module = nn.Identity()
         if channels != outer:
-            self.shortcut = Layers(conv(channels, outer, 1), outer_norm(config, outer))
+            shortcut = Layers(conv(channels, outer, 1), outer_norm(config, outer))
+        super().__init__(body, shortcut)
 
 
 class Head(nn.Module):
