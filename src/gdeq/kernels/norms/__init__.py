@@ -9,9 +9,9 @@ These are bound by memory, so each reads its input once and writes its output on
 (all pixels of a sample) × (some groups) fits into registers.  Where it does not, the pixels go by
 in chunks, once for the statistics and once more for the result; the second read comes from cache.
 For groups of 20, 40, 80 … channels norm_act has kernels of its own: split.py forward in half
-precision, held.py backward in bfloat16.  Where no number of a tile is masked, so has block_end in bfloat16,
-held_block_forward.py and held_block.py backward; and fuse backward where a tile holds all pixels,
-fusion_whole.py.
+precision, held.py backward in bfloat16.  Where no number of a tile is masked, so has block_end in
+bfloat16, held_block_forward.py and held_block.py backward; and so has fuse backward where a tile
+holds all pixels, fusion_whole.py.
 
 Variance is Σ(x − mean)², never E[x²] − mean².  Chunks a, b of n_a, n_b numbers are joined by
 
