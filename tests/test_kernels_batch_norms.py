@@ -351,10 +351,10 @@ def test_the_end_of_a_block(shortcut, mode, as_kernels, device, monkeypatch):
     block = head_block(layers.BatchNorm2d, shortcut).to(device).train(mode != "eval")
     exact_block = copy.deepcopy(block).double()
     x = channels_last(3, 6, 5, 4, device=device)
-    y = layers.added_and_relu(*block, x)
+    y = layers.Residual(*block)(x)
     assert calls == ([] if mode != "train" else [1, 2] if shortcut else [1, 1])
     monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: False)
-    expected = layers.added_and_relu(*exact_block, x.double())
+    expected = layers.Residual(*exact_block)(x.double())
     close(y.detach(), expected.detach(), 1e-4)
     for a, b in zip(block.parameters(), exact_block.parameters(), strict=True):
         (found,) = torch.autograd.grad(y.square().sum(), a, retain_graph=True)
@@ -372,7 +372,7 @@ def test_norms_over_several_processes_are_left_alone(as_kernels):
     for module in block.modules():
         if isinstance(module, nn.SyncBatchNorm):
             module.forward = lambda x: called.append(1) or x
-    layers.added_and_relu(*block, torch.randn(2, 6, 3, 3))
+    layers.Residual(*block)(torch.randn(2, 6, 3, 3))
     assert len(called) == 3
 
 

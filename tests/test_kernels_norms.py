@@ -326,6 +326,109 @@ def test_gradients_of_some_inputs(device):
     close(found, torch.autograd.grad(exact_norm(part, 3, weight, bias).sum(), weight)[0])
 
 
+@pytest.mark.parametrize(
+    ("channels", "groups", "room"), [(14, 2, 2), (28, 4, 4), (3, 1, 1), (7, 1, 1), (15, 3, 1)]
+)
+@pytest.mark.parametrize("relu", [False, True])
+def test_zeros_beside_the_groups_stay_zeros(channels, groups, room, relu, tile, device):
+    x = channels_last(2, channels + room + 3, 4, 5, device=device, offset=1.0)[:, 3:]
+    x[:, channels:] = 0
+    x.requires_grad_()
+    direction = torch.randn(2, channels + room, 4, 5, device=device)
+    exact = exact_norm(x[:, :channels], groups, None, None, relu)
+    (expected,) = torch.autograd.grad(exact, x, direction[:, :channels].double())
+    for function in (norm_act, norm_act_plain):
+        out = torch.full((2, 4, 5, channels + room), torch.nan, device=device).permute(0, 3, 1, 2)
+        with torch.no_grad():
+            function(x, groups, None, None, relu=relu, out=out, room=room)
+        y = function(x, groups, None, None, relu=relu, room=room)
+        (found,) = torch.autograd.grad(y, x, direction)
+        for values, truth in ((out, exact), (y, exact), (found, expected[:, :channels])):
+            assert bool((values[:, channels:] == 0).all())
+            close(values[:, :channels], truth, 1e-4)
+
+
+def test_room_there_is_not(device):
+    x = channels_last(2, 8, 3, 3, device=device)
+    with pytest.raises(ValueError, match="no room for 2 channels beside 6"):
+        norm_act(x, 3, None, None, room=2)  # of groups of two, no column is to spare
+    with pytest.raises(ValueError, match="no room for 1"):
+        norm_act(x, 1, *affine(7, device), room=1)
+
+
+# ---- slices
+
+
+def sliced(x, sizes, relu):
+    """A norm of the first slice, and a fusion of the second with something else."""
+    one, two = norms.slices(x, sizes)
+    other = Source(two.detach().flip(1), None, None)
+    return norm_act(one, 2, None, None, relu=relu), fuse(None, [Source(two, None, None), other], 3)
+
+
+def test_gradients_of_slices_are_written_beside_each_other(device, monkeypatch):
+    x = channels_last(2, 10, 4, 4, device=device).requires_grad_()
+    directions = [torch.randn(2, c, 4, 4, device=device) for c in (4, 6)]
+    plain = x.split((4, 6), dim=1)
+    other = Source(plain[1].detach().flip(1), None, None)
+    expected = [norm_act_plain(plain[0], 2, None, None, relu=True)]
+    expected.append(fuse_plain(None, [Source(plain[1], None, None), other], 3))
+    (truth,) = torch.autograd.grad(expected, x, directions)
+    copies, cat = [], torch.cat
+    monkeypatch.setattr(torch, "cat", lambda *a, **k: copies.append(a) or cat(*a, **k))
+    outs = sliced(x, (4, 6), True)
+    found = [torch.autograd.grad(outs, x, directions, retain_graph=True)[0] for _ in range(2)]
+    assert not copies
+    assert found[0].data_ptr() != found[1].data_ptr()  # a second pass has memory of its own
+    assert found[0].permute(0, 2, 3, 1).is_contiguous()
+    for gradient in found:
+        close(gradient, truth, 1e-4)
+
+
+def test_gradients_of_slices_that_are_elsewhere(device):
+    x = channels_last(2, 10, 4, 4, device=device).requires_grad_()
+    one, two = norms.slices(x, (4, 6))
+    y = norm_act(one, 2, None, None) + norm_act(one, 1, None, None)  # its gradient is a sum
+    weight = torch.linspace(-1, 1, y.numel(), device=device).view_as(y)
+    total = (y * weight).sum() + two.sin().sum()
+    first, both = x[:, :4], norm_act_plain
+    exact = both(first, 2, None, None) + both(first, 1, None, None)
+    exact = (exact * weight).sum() + x[:, 4:].sin().sum()
+    (expected,) = torch.autograd.grad(exact, x)
+    close(torch.autograd.grad(total, x, retain_graph=True)[0], expected, 1e-4)
+
+    def twice(e):  # in other memory that looks the same
+        return torch.empty_strided(e.shape, e.stride(), device=e.device).copy_(2 * e)
+
+    watched = norms.slices(x, (4, 6))
+    watched[0].register_hook(twice)
+    outs = [norm_act(part, 2, None, None) for part in watched]
+    plain = [norm_act_plain(part, 2, None, None) for part in x.split((4, 6), dim=1)]
+    direction = torch.randn(2, 10, 4, 4, device=device).split((4, 6), dim=1)
+    doubled = [2 * direction[0], direction[1]]
+    (found,) = torch.autograd.grad(outs, x, direction)
+    close(found, torch.autograd.grad(plain, x, doubled)[0], 1e-4)
+    # Passes that end at a slice leave each other's gradients alone.
+    part = norm_act(one, 2, None, None)
+    alone = [torch.autograd.grad(part, one, s * weight, retain_graph=True)[0] for s in (1.0, 2.0)]
+    close(2 * alone[0], alone[1])
+    assert alone[0].data_ptr() != alone[1].data_ptr()
+    close(torch.autograd.grad(total, x)[0], expected, 1e-4)
+    assert [s.shape[1] for s in norms.slices(x.detach(), (4, 6))] == [4, 6]
+
+
+def test_slices_have_second_derivatives(device):
+    x = channels_last(1, 10, 2, 3, device=device).requires_grad_()
+    results = []
+    for split in (norms.slices, lambda x, sizes: x.split(sizes, dim=1)):
+        one, two = split(x, (4, 6))
+        y = norm_act(one, 2, None, None)[:, :2] * norm_act(two, 3, None, None)[:, :2]
+        (first,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+        results.append([first, *torch.autograd.grad(first.square().sum(), x)])
+    for a, b in zip(*results, strict=True):
+        close(a, b, 1e-3)
+
+
 def test_second_derivatives(device):
     x = channels_last(2, 6, 3, 2, device=device).requires_grad_()
     weight, bias = (t.requires_grad_() for t in affine(6, device))
@@ -717,6 +820,8 @@ WHOLE_FUSIONS = [  # levels, size, channels, groups
     ((0, 2), (4, 8), 16, 4),
     ((1, 2), (8, 8), 4, 2),  # tiles of fewer numbers than a warp has threads
     ((0, 1), (4, 4), 4, 2),
+    ((0, 0), (4, 8), 28, 4),  # groups of 7
+    ((0, 1, 2), (4, 4), 10, 2),
 ]
 
 
@@ -761,14 +866,16 @@ def test_whole_fuse_gradients_are_those_of_the_other_kernel(
     assert len(launches) == 4
 
 
-def test_what_is_not_fused_whole(device):
+def test_what_is_not_fused_whole(device, monkeypatch):
     out = channels_last(1, 8, 4, 8, device=device)
     low, takes = out[:, :, :2, :4], norms.fusion_whole.takes
     assert takes(out, [out, low], (0, 1), 2)
     assert not takes(out, [low, out], (1, 0), 2)  # the one before has not what the next needs
     assert not takes(out, [out[:, :, :1]], (1,), 2)  # not of that resolution
     assert not takes(out[..., :6], [low[..., :3]], (1,), 2)
-    assert not takes(out[:, :6], [low[:, :6]], (1,), 2)  # groups of three
+    assert takes(out[:, :6], [out[:, :6]], (0,), 2)  # groups of three
+    monkeypatch.setattr(norms.fusion_whole, "masked", False)
+    assert not takes(out[:, :6], [out[:, :6]], (0,), 2)
     assert not takes(torch.empty(1, 8, 128, 128), [], (), 2)
 
 

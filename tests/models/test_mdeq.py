@@ -11,8 +11,8 @@ from torch.nn.utils import parametrize
 
 import gdeq
 from gdeq import GDEQ, JFB, Broyden, Implicit, Unrolled, hold
-from gdeq.kernels import available, norms, weights
-from gdeq.models import MDEQ, MDEQCell, MDEQConfig, layers, mdeq_fused
+from gdeq.kernels import available, classifier, norms, weights
+from gdeq.models import MDEQ, MDEQCell, MDEQConfig, layers, mdeq_fused, mdeq_weights
 from gdeq.models import mdeq as model_file
 from gdeq.models.branches import Serial
 from gdeq.models.mdeq import average, mdeq
@@ -429,8 +429,11 @@ def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
     found = outcome()
     # Batch norms: three of the stem, three at each scale, two on the way down, the last.
     by_batch = [1] * 3 + [1, 1, 2] * 3 + [1] * 3
-    assert calls == ["merge", *(by_batch if "outer_norm" in overrides else ["fuse"] * 3)]
-    (branches,) = made
+    by_group = ["fuse"] * 3
+    assert calls == ["merge", "merge", *(by_batch if "outer_norm" in overrides else by_group)]
+    sides, branches = made
+    assert sides.used == [1, 2]
+    assert sides.awaited == {0, 1, 2}
     assert branches.used == [0, 1, 2]
     assert branches.joined
     assert list(model.state_dict()) == names
@@ -441,11 +444,20 @@ def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
 
 @pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
 @pytest.mark.parametrize(
-    ("dtype", "training"), [(torch.float32, True), (torch.bfloat16, False)], ids=str
+    ("dtype", "training", "norm"),
+    [
+        (torch.float32, True, "batch"),
+        (torch.bfloat16, False, "batch"),
+        (torch.float32, True, "group"),
+        (torch.bfloat16, False, "group"),
+    ],
+    ids=str,
 )
-def test_the_head_with_zeros_beside_its_channels_computes_the_same(dtype, training, monkeypatch):
+def test_the_head_with_zeros_beside_its_channels_computes_the_same(
+    dtype, training, norm, monkeypatch
+):
     torch.manual_seed(0)
-    config = replace(MINIMAL, outer_norm="batch", head_channels=(3, 8, 6))
+    config = replace(MINIMAL, outer_norm=norm, head_channels=(3, 8, 6))
     first = model_file.Head(config).train(training)
     z = [torch.randn(3, c, h, h).to(dtype) for c, h in ((4, 4), (4, 2), (6, 2))]
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: dtype)
@@ -455,6 +467,7 @@ def test_the_head_with_zeros_beside_its_channels_computes_the_same(dtype, traini
     outcomes = []
     for multiple in (1, 8):
         monkeypatch.setattr(layers, "MULTIPLE", multiple)
+        monkeypatch.setattr(layers, "joined_shortcuts", multiple == 8)
         head = copy.deepcopy(first)
         seen = []
 
@@ -462,11 +475,13 @@ def test_the_head_with_zeros_beside_its_channels_computes_the_same(dtype, traini
             seen.append((given[0].shape[1], y.shape[1]))
 
         for widen in head.widen:
-            for layer in widen.body:
+            for layer in list(widen.body)[1:]:
                 if isinstance(layer, nn.Conv2d):
                     layer.register_forward_hook(hook)
         inputs = [part.clone().requires_grad_() for part in z]
-        with layers.made_ready(head, (head,), z[0]):
+        with layers.made_ready(head, z[0]):
+            joined = norm == "group" and multiple == 8
+            assert [widen.ready is not None for widen in head.widen] == [joined] * 3
             y = z[0].new_zeros(())
             for widen, part in zip(head.widen, inputs, strict=True):
                 out = widen(part)
@@ -474,18 +489,117 @@ def test_the_head_with_zeros_beside_its_channels_computes_the_same(dtype, traini
         leaves = [*inputs, *head.widen.parameters()]
         outcomes.append([y, *torch.autograd.grad(y, leaves), *head.buffers()])
         assert list(head.state_dict()) == names
-        room = {3: 8, 6: 8} if multiple == 8 and training else {}
+        # Of one group of 3 channels a tile has one column to spare; of two groups, two.
+        room = {3: 8, 6: 8} if norm == "batch" and training else {6: 8} if norm == "group" else {}
+        room = room if multiple == 8 else {}
         wide = [room.get(inner, inner) for inner in config.head_channels]
         outer = [model_file.HEAD_EXPANSION * inner for inner in config.head_channels]
         assert seen == [
             pair
-            for c, inner, out in zip(config.channels, wide, outer, strict=True)
-            for pair in ((c, inner), (inner, inner), (inner, out))
+            for inner, out in zip(wide, outer, strict=True)
+            for pair in ((inner, inner), (inner, out))
         ]
         assert all(getattr(m, "room", None) is None for m in head.modules())
     for a, b in zip(*outcomes, strict=True):
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         assert (a - b).double().norm() <= tolerance * b.double().norm() + 1e-5
+
+
+@pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
+def test_weights_are_made_before_the_stem_runs_and_once(monkeypatch):
+    model = minimal(Broyden(max_iter=1, tol=0.0), JFB(), fused=True)
+    images = torch.randn(2, 2, 8, 8)
+    expected = model(images)
+    calls, made = [], []
+    prepare, stem = mdeq_weights.prepare, model.stem.forward
+    monkeypatch.setattr(mdeq_weights, "prepare", lambda *a: calls.append("cell") or prepare(*a))
+    monkeypatch.setattr(model.stem, "forward", lambda x: calls.append("stem") or stem(x))
+    monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
+    monkeypatch.setattr(model_file, "runs_as_kernels", lambda x, dtype=None: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float32)
+    monkeypatch.setattr(model_file, "Parallel", lambda *a: made.append(Watched(*a)) or made[-1])
+    few_programs(monkeypatch)
+    for beside, order in ((True, ["cell", "stem"]), (False, ["stem", "cell"])):
+        monkeypatch.setattr(model_file, "weights_beside", beside)
+        calls.clear()
+        assert torch.allclose(model(images), expected, atol=1e-4)
+        assert calls == order
+    assert len(made) == 3  # sides and the head's; the head's
+
+
+def test_the_published_head_in_half_precision_with_all_switches_on_and_off(device, monkeypatch):
+    if not available(device):
+        pytest.skip("Triton does not run here")
+    config = named("large", outer_norm="group")
+    head = model_file.Head(config).to(device)
+    # Not 4: of maps of one pixel oneDNN leaves parts of bf16 weights' gradients unwritten.
+    edge, batch = (32, 8) if device.type == "cuda" else (8, 2)
+    z = [
+        torch.randn(batch, c, e, e, device=device).bfloat16().to(memory_format=torch.channels_last)
+        for c, e in ((c, edge >> i) for i, c in enumerate(config.channels))
+    ]
+
+    def outcome(dtype, autocast):
+        given = [part.to(dtype).requires_grad_() for part in z]
+        leaves = [*given, *head.parameters()]
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            ready = layers.made_ready(head, z[0]) if autocast else contextlib.nullcontext()
+            with ready:
+                # Gradients of leaves are to arrive on the current stream.
+                logits = head([part.view_as(part) for part in given])
+        weight = torch.linspace(-1, 1, logits.numel(), device=device).view_as(logits)
+        return [logits, *torch.autograd.grad((logits.float() * weight).sum(), leaves)]
+
+    truth = outcome(torch.float32, False)
+    if device.type == "cpu":
+        monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
+        monkeypatch.setattr(model_file, "runs_as_kernels", lambda x, dtype=None: True)
+        monkeypatch.setattr(model_file, "Parallel", Watched)
+        few_programs(monkeypatch)
+    errors = []
+    switches = [(layers, "group_rooms"), (layers, "joined_shortcuts"), (classifier, "enabled")]
+    for on in (False, True):
+        for place, name in (*switches, (norms.fusion_whole, "masked")):
+            monkeypatch.setattr(place, name, on)
+        for _ in range(5 if device.type == "cuda" else 1):
+            pairs = zip(outcome(torch.bfloat16, True), truth, strict=True)
+            errors.append([((a - b).norm() / b.norm()).item() for a, b in pairs])
+    names = [
+        "logits",
+        *(f"z[{i}]" for i in range(len(z))),
+        *(n for n, _ in head.named_parameters()),
+    ]
+    for found in errors[1:]:
+        for name, error, off in zip(names, found, errors[0], strict=True):
+            assert error <= 2 * off + 5e-3, f"{name}: off by {error:.3f}, without by {off:.3f}"
+
+
+@pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
+def test_hooks_and_other_classifiers_are_called(monkeypatch):
+    head = model_file.Head(MINIMAL)
+    z = [torch.randn(2, c, h, h) for c, h in ((4, 4), (4, 2), (6, 1))]
+    expected = head(z)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float32)
+    monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
+    monkeypatch.setattr(model_file, "runs_as_kernels", lambda x, dtype=None: True)
+    monkeypatch.setattr(model_file, "Parallel", Watched)
+    few_programs(monkeypatch)
+    seen = []
+
+    def found():
+        seen.clear()
+        with layers.made_ready(head, z[0]):
+            return head(z)
+
+    assert torch.allclose(found(), expected, atol=1e-4)
+    watched = [head.classify, head.widen[0].body[0], head.widen[1].shortcut[0]]
+    handles = [m.register_forward_hook(lambda m, *_: seen.append(m)) for m in watched]
+    assert torch.allclose(found(), expected, atol=1e-4)
+    assert set(map(id, seen)) == set(map(id, watched))
+    for handle in handles:
+        handle.remove()
+    head.classify = nn.Identity()
+    assert found().shape == (2, MINIMAL.final_channels)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn import functional
 
 from gdeq.capture import CaptureWarning, capture
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit
+from gdeq.kernels.loss import cross_entropy
 from gdeq.models.mdeq import MDEQ, mdeq
 from gdeq.regularize import hold
 from gdeq.solvers.broyden import Broyden
@@ -121,7 +122,7 @@ def ours(setup: Setup, gradient: Gradient, precision: str | None = None) -> Step
         torch.clear_autocast_cache()
         optimizer.zero_grad(set_to_none=True)
         with arithmetic(setup, precision or setup.precision):
-            loss = cross_entropy(model(images).float(), labels)
+            loss = cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -162,7 +163,7 @@ def theirs(setup: Setup, precision: str, **settings: Any) -> Step:
         with arithmetic(setup, precision), hold(cell):
             injection = model.stem(images)
             found, _ = engine(lambda *z: cell(z, injection), cell.initial_state(injection))
-            loss = cross_entropy(model.head(found[-1]).float(), labels)
+            loss = functional.cross_entropy(model.head(found[-1]).float(), labels)
             loss.backward()
         optimizer.step()
         return loss.detach()

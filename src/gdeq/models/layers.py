@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from gdeq import kernels
 from gdeq.kernels.norms import (
@@ -20,11 +22,16 @@ from gdeq.kernels.norms import (
     fuse,
     norm_act,
     per_sample,
+    room_beside,
+    slices,
 )
 from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
 from gdeq.models.convolution import convolution
 
 MULTIPLE = 8  # channels that cuDNN's fast kernels want; 1: none beside, for comparisons
+group_rooms = True  # beside channels of group norms, too
+joined_shortcuts = True
+wide_images = True  # with as many channels
 
 
 def conv(inner: int, outer: int, kernel: int, stride: int = 1) -> nn.Conv2d:
@@ -53,14 +60,23 @@ def runs_as_kernels(x: Tensor, dtype: torch.dtype | None = None) -> bool:
     )
 
 
+def unwatched(module: nn.Module) -> bool:
+    """Whether it need not be called itself: no hook waits for that."""
+    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
 class Conv2d(nn.Conv2d):
-    """The same; ready: its weight in the compute dtype, while `made_ready` is open."""
+    """The same; ready: its weight in the compute dtype, while `made_ready` is open, which may have
+    zeros for channels that x has not."""
 
     ready: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ready is None:
             return super().forward(x)
+        more = self.ready.shape[1] - x.shape[1]
+        if more > 0:
+            x = pad(x.to(self.ready.dtype), (0, 0, 0, 0, 0, more))
         return convolution(x, self.ready, self.stride[0], self.padding[0])  # type: ignore[arg-type]
 
 
@@ -68,13 +84,17 @@ class GroupNorm(nn.GroupNorm):
     """The same, as one kernel where that runs, with a ReLU if asked.
 
     ready: its scale and shift for each sample, while `made_ready` is open.
+    room: channels of x, while `made_ready` is open; those beyond its own are zeros, and stay zeros.
     """
 
     ready: tuple[Tensor, Tensor] | None = None
+    room: int | None = None
 
     def forward(self, x: Tensor, relu: bool = False) -> Tensor:
         if runs_as_kernels(x):
-            return norm_act(x, self.num_groups, *self.affine_tensors(), self.eps, relu)
+            room = 0 if self.room is None else self.room - self.num_channels
+            affine = self.affine_tensors()
+            return norm_act(x, self.num_groups, *affine, self.eps, relu, room=room)
         y = super().forward(x)
         return torch.relu(y) if relu else y
 
@@ -125,9 +145,8 @@ class Layers(nn.Sequential):
 
 
 def run_layers(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
-    following: list[nn.Module | None] = [*layers[1:], None]
     merged = False
-    for layer, after in zip(layers, following, strict=True):
+    for layer, after in itertools.zip_longest(layers, layers[1:]):
         if merged:
             merged = False
         elif isinstance(layer, NORMS) and isinstance(after, nn.ReLU) and runs_as_kernels(x):
@@ -137,51 +156,94 @@ def run_layers(layers: Sequence[nn.Module], x: Tensor) -> Tensor:
     return x
 
 
-def added_and_relu(body: nn.Module, shortcut: nn.Module, x: Tensor) -> Tensor:
-    """relu(body(x) + shortcut(x)); norms that they end in are one kernel with that."""
-    norm, other = _last_norm(body), _last_norm(shortcut)
-    if isinstance(norm, GroupNorm) and runs_as_kernels(x):
-        sources, own = [_source(body, norm, x)], None
-        alike = isinstance(other, GroupNorm) and other.num_groups == norm.num_groups
-        if isinstance(other, GroupNorm) and alike and other.eps == norm.eps:
-            sources.append(_source(shortcut, other, x))
-        else:
-            own = shortcut(x)
-        return fuse(own, sources, norm.num_groups, norm.eps)
-    if isinstance(norm, BatchNorm2d) and isinstance(other, BatchNorm2d):
-        one, two = _before_norm(body, x), _before_norm(shortcut, x)
-        if norm.runs_as_kernels(one) and other.runs_as_kernels(two):
-            return batch_norms([norm.source(one), other.source(two)], relu=True)
-        return torch.relu(norm(one) + other(two))
-    return torch.relu(body(x) + shortcut(x))
+class Residual(nn.Module):
+    """relu(body(x) + shortcut(x)); norms that they end in are one kernel with that.
+
+    ready: the weight of the first convolutions of both in one, while `made_ready` is open.
+    """
+
+    ready: Tensor | None = None
+
+    def __init__(self, body: Layers, shortcut: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.shortcut = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm, other = _last_norm(self.body), _last_norm(self.shortcut)
+        if isinstance(norm, GroupNorm) and runs_as_kernels(x):
+            at_shortcut, at_body, done = x, x, 0
+            if self.ready is not None:
+                width, done = self.shortcut[0].out_channels, 1  # type: ignore[index]
+                both = convolution(x, self.ready)
+                at_shortcut, at_body = slices(both, (width, both.shape[1] - width))
+            sources, own = [_source(self.body, norm, at_body, done)], None
+            alike = isinstance(other, GroupNorm) and other.num_groups == norm.num_groups
+            if isinstance(other, GroupNorm) and alike and other.eps == norm.eps:
+                sources.append(_source(self.shortcut, other, at_shortcut, done))
+            else:
+                own = self.shortcut(x)
+            return fuse(own, sources, norm.num_groups, norm.eps)
+        if isinstance(norm, BatchNorm2d) and isinstance(other, BatchNorm2d):
+            one, two = _before_norm(self.body, x), _before_norm(self.shortcut, x)
+            if norm.runs_as_kernels(one) and other.runs_as_kernels(two):
+                return batch_norms([norm.source(one), other.source(two)], relu=True)
+            return torch.relu(norm(one) + other(two))
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+    def begins_alike(self) -> bool:
+        """Whether `ready` may be used: two convolutions of the same kind, and norms that take
+        slices."""
+        if not (joined_shortcuts and isinstance(self.shortcut, Layers)):
+            return False
+        one, two = self.shortcut[0], self.body[0]
+        norms = self.shortcut[-1], self.body[1], self.body[-1]
+        return (
+            _has_room(one)
+            and _has_room(two)
+            and unwatched(one)
+            and unwatched(two)
+            and one.kernel_size == two.kernel_size == (1, 1)
+            and one.stride == two.stride == (1, 1)
+            and all(type(norm) is GroupNorm for norm in norms)
+            and norms[0].num_groups == norms[2].num_groups
+            and norms[0].eps == norms[2].eps
+        )
 
 
 def _last_norm(layers: nn.Module) -> nn.Module | None:
     return layers[-1] if isinstance(layers, Layers) else None
 
 
-def _before_norm(layers: nn.Module, x: Tensor) -> Tensor:
-    return run_layers(list(layers.children())[:-1], x)
+def _before_norm(layers: nn.Module, x: Tensor, done: int = 0) -> Tensor:
+    return run_layers(list(layers.children())[done:-1], x)
 
 
-def _source(layers: nn.Module, norm: GroupNorm, x: Tensor) -> Source:
-    return Source(_before_norm(layers, x), *norm.affine_tensors())
+def _source(layers: nn.Module, norm: GroupNorm, x: Tensor, done: int) -> Source:
+    return Source(_before_norm(layers, x, done), *norm.affine_tensors())
 
 
 @contextlib.contextmanager
-def made_ready(owner: nn.Module, parts: Sequence[nn.Module], x: Tensor) -> Iterator[None]:
-    """While open, the convolutions and norms of these parts of ``owner`` have their parameters as
-    kernels take them, made in one launch for all: weights cast and ordered, and scales and shifts
-    for each sample of the batch x, so that one reduction sums all their gradients.
+def made_ready(owner: nn.Module, x: Tensor) -> Iterator[None]:
+    """While open, the convolutions and norms of ``owner`` have their parameters as kernels take
+    them, made in one launch for all: weights cast and ordered, and scales and shifts for each
+    sample of the batch x, so that one reduction sums all their gradients.
 
     Where cuDNN would copy what is between two convolutions to have zeros beside its channels, these
     are there already (`_rooms`)."""
-    modules = [module for part in parts for module in part.modules()]
+    modules = list(owner.modules())
+    residuals: list[Any] = [m for m in modules if isinstance(m, Residual) and m.begins_alike()]
+    pairs = [(m.shortcut[0], m.body[0]) for m in residuals]
+    in_pairs = {id(conv) for pair in pairs for conv in pair}
     convs = [m for m in modules if isinstance(m, Conv2d) and "weight" in m._parameters]
+    convs = [conv for conv in convs if id(conv) not in in_pairs]
     norms = [m for m in modules if isinstance(m, GroupNorm) and m.affine]
     dtype = torch.get_autocast_dtype(x.device.type)
     rooms = _rooms([module for module in modules if isinstance(module, Layers)])
     outputs, inputs = ({id(room[i]): room[3] for room in rooms} for i in (0, 2))
+    # Of an image: cuDNN would make them itself, for each of its kernels.
+    if wide_images:
+        inputs |= {id(conv): MULTIPLE for conv in convs if _has_room(conv) and conv.in_channels < 4}
     merged = [
         Merged(
             (Convolution(conv.weight),),
@@ -190,32 +252,37 @@ def made_ready(owner: nn.Module, parts: Sequence[nn.Module], x: Tensor) -> Itera
         )
         for conv in convs
     ]
+    for one, two in pairs:
+        both = Convolution(one.weight), Convolution(two.weight)
+        room = outputs.get(id(two), two.out_channels)
+        merged.append(Merged(both, outputs=one.out_channels + room))
     vectors = [vector for norm in norms for vector in (norm.weight, norm.bias)]
     with torch.autocast(x.device.type, enabled=False):
         weights = merge(merged, dtype, plans_of(owner))
         spread = per_sample(vectors, len(x)) if vectors else []
+    weighted: list[Any] = [*convs, *residuals]
     try:
-        for conv, weight in zip(convs, weights, strict=True):
-            conv.ready = weight
+        for layer, weight in zip(weighted, weights, strict=True):
+            layer.ready = weight
         for norm, scale, shift in zip(norms, spread[::2], spread[1::2], strict=True):
             norm.ready = (scale, shift)
         for _, between, _, channels in rooms:
             between.room = channels
         yield
     finally:
-        for conv in convs:
-            conv.ready = None
+        for layer in weighted:
+            layer.ready = None
         for norm in norms:
             norm.ready = None
         for _, between, _, _ in rooms:
             between.room = None
 
 
-def _rooms(parts: Sequence[Layers]) -> list[tuple[Conv2d, BatchNorm2d, Conv2d, int]]:
+def _rooms(parts: Sequence[Layers]) -> list[tuple[Conv2d, Any, Conv2d, int]]:
     """Convolution, norm, ReLU, convolution, and the channels between them with zeros beside.
 
-    A channel of zeros is its own batch norm, if that neither scales nor shifts.  Groups of channels
-    would not be the same with zeros.
+    A channel of zeros is its own batch norm, if that neither scales nor shifts.  Group norms leave
+    the zeros out.
     """
     found = []
     for part in parts:
@@ -223,12 +290,20 @@ def _rooms(parts: Sequence[Layers]) -> list[tuple[Conv2d, BatchNorm2d, Conv2d, i
         for one, norm, act, two in zip(layers, layers[1:], layers[2:], layers[3:], strict=False):
             if not (_has_room(one) and _has_room(two) and type(act) is nn.ReLU):
                 continue
-            if type(norm) is not BatchNorm2d or norm.affine or not norm.of_batch():
-                continue
             room = -(-one.out_channels // MULTIPLE) * MULTIPLE
-            if batch.enabled and norm.num_features == two.in_channels < room:
+            if two.in_channels < room and _takes_room(norm, two.in_channels, room):
                 found.append((one, norm, two, room))
     return found
+
+
+def _takes_room(norm: Any, channels: int, room: int) -> bool:
+    if type(norm) is BatchNorm2d:
+        of_batch = batch.enabled and norm.of_batch()
+        return of_batch and not norm.affine and norm.num_features == channels
+    if type(norm) is GroupNorm:
+        fits = room - channels <= room_beside(channels, norm.num_groups)
+        return group_rooms and fits and not norm.affine and norm.num_channels == channels
+    return False
 
 
 def _has_room(layer: nn.Module) -> bool:

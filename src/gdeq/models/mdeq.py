@@ -13,25 +13,29 @@ import torch
 from torch import Tensor, nn
 
 from gdeq.gradients import DEFAULT, Gradient
+from gdeq.kernels import classifier
 from gdeq.layer import DEQ
 from gdeq.models import mdeq_fused
 from gdeq.models.branches import Parallel, Serial
 from gdeq.models.layers import (
     BatchNorm2d,
     Layers,
-    added_and_relu,
+    Residual,
     conv,
     group_norm,
     made_ready,
     ready_tensors,
     runs_as_kernels,
+    unwatched,
 )
 from gdeq.models.mdeq_cell import MDEQCell, MultiscaleState
 from gdeq.models.mdeq_config import MDEQConfig, Shape, named
+from gdeq.regularize import hold
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
 
 HEAD_EXPANSION = 4
+weights_beside = True  # those of cell and head are made beside the stem
 
 
 def outer_norm(config: MDEQConfig, channels: int, affine: bool = True) -> nn.Module:
@@ -56,13 +60,12 @@ class Stem(Layers):
         super().__init__(*layers)
 
 
-class Bottleneck(nn.Module):
+class Bottleneck(Residual):
     """Widens one scale's features for the head; only the shortcut's norm is affine."""
 
     def __init__(self, channels: int, inner: int, config: MDEQConfig) -> None:
-        super().__init__()
         outer = HEAD_EXPANSION * inner
-        self.body = Layers(
+        body = Layers(
             conv(channels, inner, 1),
             outer_norm(config, inner, affine=False),
             nn.ReLU(),
@@ -72,12 +75,10 @@ class Bottleneck(nn.Module):
             conv(inner, outer, 1),
             outer_norm(config, outer, affine=False),
         )
-        self.shortcut: nn.Module = nn.Identity()
+        shortcut: nn.Module = nn.Identity()
         if channels != outer:
-            self.shortcut = Layers(conv(channels, outer, 1), outer_norm(config, outer))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return added_and_relu(self.body, self.shortcut, z)
+            shortcut = Layers(conv(channels, outer, 1), outer_norm(config, outer))
+        super().__init__(body, shortcut)
 
 
 class Head(nn.Module):
@@ -116,13 +117,19 @@ class Head(nn.Module):
             branches.reads(wide[i])
             y = wide[i] + lower
         branches.join([])
-        return self.classify(average(self.final(y)))
+        y = self.final(y)
+        last = self.classify  # or what a user has put there
+        if runs_as_kernels(y) and type(last) is nn.Linear and unwatched(last):
+            tensors = y, last.weight, last.bias
+            if classifier.takes(*tensors):
+                return classifier.classify(*tensors)
+        return last(average(y))
 
     def _branches(self, z: MultiscaleState) -> Serial:
         """The scales side by side on a GPU, where all their weights are made before."""
         grad = torch.is_grad_enabled()
         wanted = mdeq_fused.streams_with_grad or not grad
-        if wanted and runs_as_kernels(z[0]) and self.widen[0].body[0].ready is not None:  # type: ignore[union-attr, index]
+        if wanted and runs_as_kernels(z[0]) and ready_tensors(self.widen[0]):
             return Parallel(z[0].device, len(z), grad)
         return Serial()
 
@@ -166,17 +173,27 @@ class MDEQ(nn.Module):
         self.head = Head(config)
 
     def forward(self, images: Tensor) -> Tensor:
-        with self._ready(images):
+        if not runs_as_kernels(images, mdeq_fused.compute_dtype(images)):
             return self.head(self.deq(self.stem(images)))
-
-    def _ready(self, images: Tensor) -> contextlib.AbstractContextManager[None]:
-        kind = images.device.type
-        dtype = images.dtype
-        if torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-        if not runs_as_kernels(images, dtype):
-            return contextlib.nullcontext()
-        return made_ready(self, (self.stem, self.head), images)
+        grad = torch.is_grad_enabled()
+        aside = weights_beside and (mdeq_fused.streams_with_grad or not grad)
+        branches = Parallel(images.device, 3, grad) if aside else Serial()
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(made_ready(self.stem, images))
+            # What the others need goes beside the stem; backward, their weights' gradients.
+            with branches.on(1):
+                opened.enter_context(made_ready(self.head, images))
+                branches.mark("head")
+            opened.enter_context(hold(self.deq.cell))
+            with branches.on(2):
+                if aside:
+                    mdeq_fused.prepare_early(self.deq.cell, images)
+                branches.mark("cell")
+            injection = self.stem(images)
+            branches.await_("cell")
+            branches.await_("head")
+            branches.reads(ready_tensors(self.head))
+            return self.head(self.deq(injection))
 
 
 def mdeq(

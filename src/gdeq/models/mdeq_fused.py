@@ -298,6 +298,17 @@ def applies(cell: MDEQCell, z: MultiscaleState, injection: Tensor) -> bool:
     return device.type == "cuda" and kernels.available(device) and dtype.itemsize == 2
 
 
+def prepare_early(cell: Any, x: Tensor) -> None:
+    """Make the weights of a cell that is held (`gdeq.hold`) before it is first evaluated.
+
+    x: of the device and dtype of what it will be given.
+    """
+    if isinstance(getattr(cell, "prepared", None), Prepared) and applies(cell, (), x):
+        dtype = compute_dtype(x)
+        with torch.autocast(x.device.type, enabled=False):
+            cell.prepared.weights(cell, dtype)
+
+
 def fused_forward(
     cell: MDEQCell,
     z: MultiscaleState,

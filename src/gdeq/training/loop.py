@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from gdeq import data as datasets
 from gdeq.gradients import Unrolled
+from gdeq.kernels.loss import cross_entropy
 from gdeq.models.mdeq import MDEQ
 from gdeq.options import count
 from gdeq.regularize import hold, jacobian_penalty, residual_penalty
@@ -377,7 +377,7 @@ class Trainer:
         # Penalties are on the f that was solved: with its dropout masks and its injection.
         with hold(model.deq.cell), _outputs(model.stem) as injections:
             logits = self.wrapped(images)
-            loss = cross_entropy(logits.float(), labels, label_smoothing=config.label_smoothing)
+            loss = cross_entropy(logits, labels, config.label_smoothing)
             objective = loss
             for name in self.penalised:
                 penalty = self._penalty(name, *injections)
@@ -490,7 +490,7 @@ class Trainer:
     def _test(self, images: Tensor, labels: Tensor) -> None:
         torch.clear_autocast_cache()  # or a recording would keep what the first batches left there
         logits = self.evaluated(images)
-        loss = cross_entropy(logits.float(), labels)
+        loss = cross_entropy(logits, labels)
         self.test_sums.add(logits, labels, loss, self.evaluated)
 
     def _finish(self) -> dict[str, Any]:

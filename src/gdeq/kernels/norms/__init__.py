@@ -9,8 +9,9 @@ These are bound by memory, so each reads its input once and writes its output on
 (all pixels of a sample) × (some groups) fits into registers.  Where it does not, the pixels go by
 in chunks, once for the statistics and once more for the result; the second read comes from cache.
 For groups of 20, 40, 80 … channels norm_act has kernels of its own: split.py forward in half
-precision, held.py backward in bfloat16.  Where no number of a tile is masked, so have block_end in
-bfloat16, held_block_forward.py and held_block.py backward, and fuse backward, fusion_whole.py.
+precision, held.py backward in bfloat16.  Where no number of a tile is masked, so has block_end in
+bfloat16, held_block_forward.py and held_block.py backward; and so has fuse backward where a tile
+holds all pixels, fusion_whole.py.
 
 Variance is Σ(x − mean)², never E[x²] − mean².  Chunks a, b of n_a, n_b numbers are joined by
 
@@ -18,7 +19,7 @@ Variance is Σ(x − mean)², never E[x²] − mean².  Chunks a, b of n_a, n_b 
     M = M_a + M_b + δ² n_a n_b / (n_a + n_b)          (Chan, Golub, LeVeque 1979).
 
 Tensors may be slices over the channels of a larger channels-last tensor: each comes with the stride
-of its pixels.
+of its pixels.  Of `slices` the gradients are written into one memory (slices.py).
 
 Backward of y = act(w x̂ + b), x̂ = (x − mean) ρ, ρ = 1/√(var + ε), with g = act′ dy and means over
 the group:
@@ -36,8 +37,9 @@ from gdeq.kernels.norms.batch import BatchSource, Running, batch_norms, batch_no
 from gdeq.kernels.norms.fusion import Source, fuse, fuse_plain
 from gdeq.kernels.norms.residual import block_end, block_end_for, block_end_plain
 from gdeq.kernels.norms.single import norm_act, norm_act_plain
+from gdeq.kernels.norms.slices import slices
 from gdeq.kernels.norms.tensors import empty_channels_last
-from gdeq.kernels.norms.tiles import TUNING, choose_tile
+from gdeq.kernels.norms.tiles import TUNING, choose_tile, room_beside
 
 __all__ = [
     "TUNING",
@@ -57,4 +59,6 @@ __all__ = [
     "norm_act_plain",
     "per_sample",
     "per_sample_plain",
+    "room_beside",
+    "slices",
 ]

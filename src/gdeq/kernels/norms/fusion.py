@@ -34,6 +34,7 @@ from gdeq.kernels.norms.pieces import (
     write,
 )
 from gdeq.kernels.norms.single import norm_act, norm_act_plain
+from gdeq.kernels.norms.slices import gradient_like
 from gdeq.kernels.norms.tensors import (
     at_least_float32,
     channels_last,
@@ -189,7 +190,7 @@ class Fuse(Operation):
         assert out is not None
         own, *raws = maps
         down = empty_like(own) if own is not None and wanted[0] else None
-        found = [empty_like(raw) for raw in raws]
+        found = [gradient_like(raw) for raw in raws]
         scales, affine_sample = affine_arguments(vectors[::2])
         each = [
             (*channels_last(raw), scale, *channels_last(draw))

@@ -18,6 +18,7 @@ from gdeq.kernels.norms.pieces import over_group
 from gdeq.kernels.norms.tensors import channels_last, channels_last_or
 
 enabled = True  # for comparisons
+masked = True  # groups whose sizes are no powers of two, too: those of the head
 MOST = 16384  # numbers of the cotangent that a program reads
 PER_THREAD = 16  # of those that the first source needs
 # Of each source at least, for each thread.  With fewer, the GPU's code sums some tiles wrongly, at
@@ -25,21 +26,23 @@ PER_THREAD = 16  # of those that the first source needs
 LEAST = 1
 RUN_BYTES = 32  # of a pixel at least, if that many numbers fit
 REGISTERS = 80  # so that three programs of 8 warps fit an SM
+MOST_REGISTERS = 128  # of 16 warps, which hold more numbers each
 
 
 def takes(out: Tensor, raws: Sequence[Tensor], levels: Sequence[int], groups: int) -> bool:
     _, channels, height, width = out.shape
     size = channels // groups
-    whole = all(_power_of_two(n) for n in (height, width, size))
-    fits = whole and height * width * size <= MOST
+    lanes = lanes_of(size)
+    whole = _power_of_two(height) and _power_of_two(width) and (masked or lanes == size)
+    fits = whole and height * width * lanes <= MOST
     exact = all(
         (raw.shape[2] << level, raw.shape[3] << level) == (height, width)
         for raw, level in zip(raws, levels, strict=True)
     )
     if not (enabled and fits and exact and list(levels) == sorted(levels)):
         return False
-    block = groups_of_program(height * width, size, groups, out.element_size())
-    numbers = height * width * size * block
+    block = groups_of_program(height * width, lanes, groups, out.element_size())
+    numbers = height * width * lanes * block
     return numbers >> (2 * levels[-1]) >= LEAST * 32 * warps(numbers >> (2 * levels[0]))
 
 
@@ -47,11 +50,15 @@ def _power_of_two(n: int) -> bool:
     return n & (n - 1) == 0
 
 
-def groups_of_program(pixels: int, size: int, groups: int, itemsize: int) -> int:
-    """size: channels of a group."""
+def lanes_of(size: int) -> int:
+    """Columns for the channels of a group: the least power of two that is not below."""
+    return 1 << (size - 1).bit_length()
+
+
+def groups_of_program(pixels: int, lanes: int, groups: int, itemsize: int) -> int:
     block = 1
-    while size * block * itemsize < RUN_BYTES and groups % (2 * block) == 0:
-        if 2 * block * pixels * size > MOST:
+    while lanes * block * itemsize < RUN_BYTES and groups % (2 * block) == 0:
+        if 2 * block * pixels * lanes > MOST:
             break
         block *= 2
     return block
@@ -78,8 +85,9 @@ def launch(
     """sources: what `fusion._filled` returns.  affine: which have a scale."""
     batch, channels, height, width = out.shape
     size = channels // groups
-    block = groups_of_program(height * width, size, groups, out.element_size())
-    numbers = (height * width * size * block) >> (2 * levels[0])
+    lanes = lanes_of(size)
+    block = groups_of_program(height * width, lanes, groups, out.element_size())
+    together = warps((height * width * lanes * block) >> (2 * levels[0]))
     of_each: dict[str, Any] = {}
     for i in range(3):
         k = min(i, len(levels) - 1)  # as `fusion._filled`
@@ -104,8 +112,9 @@ def launch(
             OWN=down is not None,
             RELU=relu,
             GROUP_BLOCK=block,
-            num_warps=warps(numbers),
-            maxnreg=REGISTERS,
+            LANES=lanes,
+            num_warps=together,
+            maxnreg=REGISTERS if together <= 8 else MOST_REGISTERS,
         )
 
 
@@ -121,26 +130,45 @@ def _summed(g, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, LEVEL
 
 
 @jit
+def _read(where, valid, LANES: tl.constexpr, CPG: tl.constexpr):
+    if LANES == CPG:  # whole vectors
+        value = tl.load(where)
+    else:
+        value = tl.load(where, mask=valid[None, :], other=0.0)
+    return value.to(tl.float32)
+
+
+@jit
+def _write(where, value, valid, LANES: tl.constexpr, CPG: tl.constexpr):
+    value = value.to(where.dtype.element_ty)
+    if LANES == CPG:
+        tl.store(where, value)
+    else:
+        tl.store(where, value, mask=valid[None, :])
+
+
+@jit
 def _source(
-    g, raw, raw_pixel, weight, offset, draw, draw_pixel, stats, plane, sums, sums_plane, column,
-    PIXELS: tl.constexpr, CPG: tl.constexpr, GROUP_BLOCK: tl.constexpr, AFFINE: tl.constexpr,
+    g, raw, raw_pixel, weight, offset, draw, draw_pixel, stats, plane, sums, sums_plane, channel,
+    valid, PIXELS: tl.constexpr, CPG: tl.constexpr, LANES: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, AFFINE: tl.constexpr,
 ):  # fmt: skip
     """raw, draw: from the first channel on.  stats, sums: where those of each column are."""
     pixel = tl.arange(0, PIXELS)[:, None]
-    x = tl.load(raw + pixel * raw_pixel + column[None, :]).to(tl.float32)
+    x = _read(raw + pixel * raw_pixel + channel[None, :], valid, LANES, CPG)
     mean, rho = tl.load(stats), tl.load(stats + plane)
-    scale = tl.full(column.shape, 1.0, tl.float32)
+    scale = tl.full(channel.shape, 1.0, tl.float32)
     if AFFINE:
-        scale = tl.load(weight + offset + column).to(tl.float32)
+        scale = tl.load(weight + offset + channel, mask=valid, other=0.0).to(tl.float32)
     unit = (x - mean[None, :]) * rho[None, :]
     dweight, dbias = tl.split(tl.sum(tl.join(g * unit, g), axis=0))  # one pass over the warps
     if AFFINE:
-        tl.store(sums, dweight)
-        tl.store(sums + sums_plane, dbias)
-    along = over_group(dweight * scale, GROUP_BLOCK, CPG) * (1.0 / (PIXELS * CPG))
-    one = over_group(dbias * scale, GROUP_BLOCK, CPG) * (1.0 / (PIXELS * CPG))
+        tl.store(sums, dweight, mask=valid)
+        tl.store(sums + sums_plane, dbias, mask=valid)
+    along = over_group(dweight * scale, GROUP_BLOCK, LANES) * (1.0 / (PIXELS * CPG))
+    one = over_group(dbias * scale, GROUP_BLOCK, LANES) * (1.0 / (PIXELS * CPG))
     dx = (g * scale[None, :] - one[None, :] - unit * along[None, :]) * rho[None, :]
-    tl.store(draw + pixel * draw_pixel + column[None, :], dx.to(draw.dtype.element_ty))
+    _write(draw + pixel * draw_pixel + channel[None, :], dx, valid, LANES, CPG)
 
 
 @jit
@@ -163,15 +191,21 @@ def _fuse_backward_whole_kernel(
     OWN: tl.constexpr,
     RELU: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """down: the gradient of the scale's own stream."""
-    N: tl.constexpr = CPG * GROUP_BLOCK
+    N: tl.constexpr = LANES * GROUP_BLOCK
     BLOCKS: tl.constexpr = GROUPS // GROUP_BLOCK
     # Backwards: what was written last is still in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     sample = (program // BLOCKS).to(tl.int64)
-    first = (program % BLOCKS) * N
-    column = tl.arange(0, N)
+    first = (program % BLOCKS) * (CPG * GROUP_BLOCK)
+    channel = tl.arange(0, N)
+    group = channel // LANES
+    valid = channel >= 0
+    if LANES != CPG:
+        valid = channel % LANES < CPG
+        channel = group * CPG + channel % LANES
     H0: tl.constexpr = HEIGHT >> LEVELS0
     W0: tl.constexpr = WIDTH >> LEVELS0
     low = tl.arange(0, H0 * W0)[:, None]
@@ -182,20 +216,20 @@ def _fuse_backward_whole_kernel(
     for i in tl.static_range(1 << LEVELS0):
         for j in tl.static_range(1 << LEVELS0):
             at = ((low // W0 << LEVELS0) + i) * WIDTH + (low % W0 << LEVELS0) + j
-            part = tl.load(dout + at * dout_pixel + column[None, :]).to(tl.float32)
+            part = _read(dout + at * dout_pixel + channel[None, :], valid, LANES, CPG)
             if RELU:
-                y = tl.load(out + at * out_pixel + column[None, :]).to(tl.float32)
+                y = _read(out + at * out_pixel + channel[None, :], valid, LANES, CPG)
                 part = tl.where(y > 0, part, 0.0)
             if OWN:
-                tl.store(down + at * down_pixel + column[None, :], part.to(down.dtype.element_ty))
+                _write(down + at * down_pixel + channel[None, :], part, valid, LANES, CPG)
             g += part
-    stats += sample * GROUPS + (first + column) // CPG
-    sums += sample * (GROUPS * CPG) + first + column
+    stats += sample * GROUPS + first // CPG + group
+    sums += sample * (GROUPS * CPG) + first + channel
     offset = sample * affine_sample + first
     _source(
         g, raw0 + (sample * raw0_sample + first), raw0_pixel, weight0, offset,
         draw0 + (sample * draw0_sample + first), draw0_pixel, stats, plane, sums, sums_plane,
-        column, H0 * W0, CPG, GROUP_BLOCK, AFFINE0,
+        channel, valid, H0 * W0, CPG, LANES, GROUP_BLOCK, AFFINE0,
     )  # fmt: skip
     if COUNT > 1:
         H1: tl.constexpr = HEIGHT >> LEVELS1
@@ -204,13 +238,14 @@ def _fuse_backward_whole_kernel(
         _source(
             g, raw1 + (sample * raw1_sample + first), raw1_pixel, weight1, offset,
             draw1 + (sample * draw1_sample + first), draw1_pixel, stats + 2 * plane, plane,
-            sums + 2 * sums_plane, sums_plane, column, H1 * W1, CPG, GROUP_BLOCK, AFFINE1,
+            sums + 2 * sums_plane, sums_plane, channel, valid, H1 * W1, CPG, LANES, GROUP_BLOCK,
+            AFFINE1,
         )  # fmt: skip
     if COUNT > 2:
         g = _summed(g, H1, W1, N, LEVELS2 - LEVELS1)
         _source(
             g, raw2 + (sample * raw2_sample + first), raw2_pixel, weight2, offset,
             draw2 + (sample * draw2_sample + first), draw2_pixel, stats + 4 * plane, plane,
-            sums + 4 * sums_plane, sums_plane, column, (HEIGHT >> LEVELS2) * (WIDTH >> LEVELS2),
-            CPG, GROUP_BLOCK, AFFINE2,
+            sums + 4 * sums_plane, sums_plane, channel, valid,
+            (HEIGHT >> LEVELS2) * (WIDTH >> LEVELS2), CPG, LANES, GROUP_BLOCK, AFFINE2,
         )  # fmt: skip

@@ -52,6 +52,34 @@ def write(base, pixel, pixel_stride, channel, mask, value):
 
 
 @jit
+def beside(
+    channel, group, valid,
+    GROUPS: tl.constexpr, CPG: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """`place`, where ROOM channels of zeros follow those of the groups: the columns that have no
+    channel stand for these; and which columns are written."""
+    written = valid
+    if ROOM > 0:
+        at = group * (LANES - CPG) + tl.arange(0, GROUP_BLOCK * LANES) % LANES - CPG
+        channel = tl.where(valid, channel, GROUPS * CPG + at)
+        written = valid | ((at < ROOM) & (group < GROUPS))
+    return channel, written
+
+
+@jit
+def write_beside(
+    base, pixel, pixel_stride, channel, mask, written, value,
+    PIXELS: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """`write`, with zeros in the columns of `beside`."""
+    if ROOM > 0:
+        value = tl.where(mask, value, 0.0)
+        mask = (pixel < PIXELS)[:, None] & written[None, :]
+    write(base, pixel, pixel_stride, channel, mask, value)
+
+
+@jit
 def keep_pair(planes, number: tl.constexpr, plane, at, one, other, mask):
     """Two numbers of the norm of this number: its mean and ρ, or gradients of scale and shift."""
     tl.store(planes + 2 * number * plane + at, one, mask=mask)

@@ -14,6 +14,7 @@ from gdeq.kernels.norms import held, split
 from gdeq.kernels.norms.affine import Vector, affine_arguments
 from gdeq.kernels.norms.operation import Maps, Operation, Vectors
 from gdeq.kernels.norms.pieces import (
+    beside,
     first_of_group,
     inverse_deviation,
     keep_pair,
@@ -29,10 +30,11 @@ from gdeq.kernels.norms.pieces import (
     scale_and_shift,
     statistics,
     unit_of,
-    write,
+    write_beside,
 )
-from gdeq.kernels.norms.tensors import at_least_float32, channels_last, deliver, empty_like
-from gdeq.kernels.norms.tiles import launch
+from gdeq.kernels.norms.slices import gradient_like
+from gdeq.kernels.norms.tensors import at_least_float32, channels_last, deliver
+from gdeq.kernels.norms.tiles import launch, room_beside
 
 
 def norm_act_plain(
@@ -44,8 +46,9 @@ def norm_act_plain(
     relu: bool = False,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    room: int = 0,
 ) -> Tensor:
-    wide = at_least_float32(x)
+    wide = at_least_float32(x[:, : x.shape[1] - room])
     scale = None if weight is None else weight.to(wide.dtype)
     shift = None if bias is None else bias.to(wide.dtype)
     each = [vector is not None and vector.dim() == 2 for vector in (scale, shift)]
@@ -57,7 +60,9 @@ def norm_act_plain(
         assert scale is not None
         assert shift is not None
         y = y * scale[..., None, None] + shift[..., None, None]
-    return deliver(torch.relu(y) if relu else y, out, dtype or x.dtype)
+    y = torch.relu(y) if relu else y
+    y = functional.pad(y, (0, 0, 0, 0, 0, room)) if room else y
+    return deliver(y, out, dtype or x.dtype)
 
 
 def norm_act(
@@ -69,6 +74,7 @@ def norm_act(
     relu: bool = False,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
+    room: int = 0,
 ) -> Tensor:
     """Group normalisation, then ReLU where asked.
 
@@ -77,8 +83,12 @@ def norm_act(
     weight, bias: (channels,), or (batch, channels) for each sample its own.
     out: where the result goes, also such a slice; without autograd alone.
     dtype: of the result; the default is x's.
+    room: the last channels of x, which are zeros and of no group, and stay zeros; `room_beside` at
+        most, and without scale and shift.
     """
-    return NormAct(groups, eps, relu)((x,), (weight, bias), out, dtype)
+    if room and not (weight is bias is None and room <= room_beside(x.shape[1] - room, groups)):
+        raise ValueError(f"there is no room for {room} channels beside {x.shape[1] - room}")
+    return NormAct(groups, eps, relu, room)((x,), (weight, bias), out, dtype)
 
 
 @dataclass(frozen=True)
@@ -88,11 +98,13 @@ class NormAct(Operation):
     groups: int
     eps: float
     relu: bool
+    room: int = 0
     norms = 1
 
     def plain(self, maps: Maps, vectors: Vectors, out: Tensor | None, dtype: torch.dtype) -> Tensor:
         (x,), (weight, bias) = maps, vectors
-        return norm_act_plain(x, self.groups, weight, bias, self.eps, self.relu, out, dtype)
+        options = self.eps, self.relu, out, dtype, self.room
+        return norm_act_plain(x, self.groups, weight, bias, *options)
 
     def launch(self, maps: Maps, vectors: Vectors, out: Tensor, stats: Tensor | None) -> None:
         (x,) = maps
@@ -103,7 +115,7 @@ class NormAct(Operation):
         launch(
             _norm_kernel,
             "norm",
-            x,
+            self._of_groups(x),
             self.groups,
             *channels_last(x),
             *affine,
@@ -115,7 +127,11 @@ class NormAct(Operation):
             AFFINE=affine[0] is not None,
             RELU=self.relu,
             KEEP=stats is not None,
+            ROOM=self.room,
         )
+
+    def _of_groups(self, x: Tensor) -> Tensor:
+        return x[:, : x.shape[1] - self.room]
 
     def launch_backward(
         self,
@@ -129,7 +145,7 @@ class NormAct(Operation):
         others: Sequence[Tensor] = (),
     ) -> list[Vector]:
         (x,) = maps
-        dx = empty_like(x)
+        dx = gradient_like(x)
         affine, affine_sample = affine_arguments(vectors)
         partials = any(wanted[1:])
         if held.takes(x, dout, dx, self.groups, affine[0]):
@@ -140,7 +156,7 @@ class NormAct(Operation):
         launch(
             _norm_backward_kernel,
             "norm_backward",
-            x,
+            self._of_groups(x),
             self.groups,
             *channels_last(x),
             *channels_last(dout),
@@ -154,6 +170,7 @@ class NormAct(Operation):
             AFFINE=affine[0] is not None,
             RELU=self.relu,
             PARTIALS=partials,
+            ROOM=self.room,
         )
         return [dx]
 
@@ -171,6 +188,7 @@ def _norm_kernel(
     AFFINE: tl.constexpr,
     RELU: tl.constexpr,
     KEEP: tl.constexpr,
+    ROOM: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -192,18 +210,19 @@ def _norm_kernel(
         first = first_of_group(valid, GROUP_BLOCK, LANES)
         keep_pair(stats, 0, plane, sample * GROUPS + group, mean, rho, first)
     scale, shift = scale_and_shift(weight, bias, sample * affine_sample, channel, valid, AFFINE)
+    channel, written = beside(channel, group, valid, GROUPS, CPG, GROUP_BLOCK, LANES, ROOM)
     if ROWS >= PIXELS:
         y = normalise(tile, mean, rho, scale, shift)
         if RELU:
             y = rectify(y)
-        write(out, pixel, out_pixel, channel, mask, y)
+        write_beside(out, pixel, out_pixel, channel, mask, written, y, PIXELS, ROOM)
     else:
         for start in range(0, PIXELS, ROWS):
             pixel, mask = rows_from(start, valid, PIXELS, ROWS)
             y = normalise(read(x, pixel, x_pixel, channel, mask), mean, rho, scale, shift)
             if RELU:
                 y = rectify(y)
-            write(out, pixel, out_pixel, channel, mask, y)
+            write_beside(out, pixel, out_pixel, channel, mask, written, y, PIXELS, ROOM)
 
 
 @jit
@@ -232,6 +251,7 @@ def _norm_backward_kernel(
     AFFINE: tl.constexpr,
     RELU: tl.constexpr,
     PARTIALS: tl.constexpr,
+    ROOM: tl.constexpr,
     GROUP_BLOCK: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -261,10 +281,11 @@ def _norm_backward_kernel(
             dbias += tl.sum(g, axis=0)
     if PARTIALS:
         keep_pair(sums, 0, sums_plane, sample * (GROUPS * CPG) + channel, dweight, dbias, valid)
+    channel, written = beside(channel, group, valid, GROUPS, CPG, GROUP_BLOCK, LANES, ROOM)
     along_one, along_unit = means_along(dweight, dbias, scale, PIXELS * CPG, GROUP_BLOCK, LANES)
     if ROWS >= PIXELS:
         g = norm_gradient(g, unit, scale, rho, along_one, along_unit)
-        write(dx, pixel, dx_pixel, channel, mask, g)
+        write_beside(dx, pixel, dx_pixel, channel, mask, written, g, PIXELS, ROOM)
     else:
         for start in range(0, PIXELS, ROWS):
             pixel, mask = rows_from(start, valid, PIXELS, ROWS)
@@ -272,4 +293,4 @@ def _norm_backward_kernel(
                 x, x_pixel, dy, dy_pixel, mean, rho, scale, shift, pixel, channel, mask, RELU
             )
             g = norm_gradient(g, unit, scale, rho, along_one, along_unit)
-            write(dx, pixel, dx_pixel, channel, mask, g)
+            write_beside(dx, pixel, dx_pixel, channel, mask, written, g, PIXELS, ROOM)

@@ -62,6 +62,12 @@ def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+def room_beside(channels: int, groups: int) -> int:
+    """So many channels of zeros a kernel can write: as many as its tiles have columns to spare."""
+    per_group = channels // groups
+    return groups * (_power_of_two(per_group) - per_group)
+
+
 def tile_of(kernel: str, x: Tensor, groups: int) -> Tile:
     """The tile that a kernel of `TUNING` has for x, (batch, channels, height, width)."""
     _, channels, height, width = x.shape

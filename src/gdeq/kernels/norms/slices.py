@@ -1,0 +1,79 @@
+"""Slices over the channels of one map, whose gradients need not be put together again.
+
+The backward of `split` copies the gradients of all slices beside each other.  Here each operation
+whose input is such a slice writes its gradient where it belongs (`gradient_like`).  A slice that
+another operation reads, or two do, has its gradient elsewhere, and then all are copied as ever.
+
+All readers must be on the stream that `slices` was called on: the first to write allocates the
+memory for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdeq.kernels.autograd import differentiates
+from gdeq.kernels.norms.tensors import empty_channels_last, empty_like
+
+
+def slices(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:  # (batch, channels, height, width)
+    """`x.split(sizes, dim=1)`."""
+    if not differentiates(x):
+        return list(x.split(list(sizes), dim=1))
+    home = _Home(x.shape, sizes)
+    found = list(_Slices.apply(x, home))
+    for i, part in enumerate(found):
+        part.gradient_place = home, i
+    return found
+
+
+def gradient_like(x: Tensor) -> Tensor:
+    """Memory for the gradient of x, channels-last."""
+    home, i = getattr(x, "gradient_place", (None, 0))
+    return empty_like(x) if home is None else home.place(i, x)
+
+
+class _Home:
+    """The memory for the gradients of one backward pass."""
+
+    def __init__(self, shape: torch.Size, sizes: Sequence[int]) -> None:
+        self.shape, self.sizes = shape, list(sizes)
+        self.forget()
+
+    def forget(self) -> None:
+        self.memory: Tensor | None = None
+        self.taken: set[int] = set()
+
+    def place(self, i: int, like: Tensor) -> Tensor:
+        # Asked again: a pass before this one ended at the slices, and its gradients stay.
+        if self.memory is None or i in self.taken:
+            self.forget()
+            self.memory = empty_channels_last(self.shape, like.dtype, like.device)
+        self.taken.add(i)
+        return self.memory.split(self.sizes, dim=1)[i]
+
+    def holds(self, gradients: Sequence[Tensor | None]) -> bool:
+        if self.memory is None:
+            return False
+        places = self.memory.split(self.sizes, dim=1)
+        return all(
+            e is not None and e.data_ptr() == place.data_ptr() and e.stride() == place.stride()
+            for e, place in zip(gradients, places, strict=True)
+        )
+
+
+class _Slices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, home: _Home) -> tuple[Tensor, ...]:
+        ctx.home = home
+        return tuple(part.data for part in x.split(home.sizes, dim=1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        memory, whole = ctx.home.memory, ctx.home.holds(gradients)
+        ctx.home.forget()
+        return (memory if whole else torch.cat(gradients, dim=1)), None
