@@ -1,16 +1,17 @@
 """Milliseconds until every sample of a batch has a relative residual of 1e-3, on a trained model.
 
-Ours is a recorded solve that ends early; torchdeq's Broyden and Anderson run as shipped, on the
-same modules.  The residual of what each returns is measured alike, by the plain cell in float32.
-Solvers stop by what they see, in their own arithmetic and (torchdeq) for the batch as a whole: each
-is given a smaller and smaller tolerance until all samples are there by that measure.  The precision
-is that of f; the algebra of every solver is in float32.
+Ours is a recorded solve that ends early, by Broyden's or Anderson's method; torchdeq's Broyden and
+Anderson run as shipped, on the same modules.  The residual of what each returns is measured alike,
+by the plain cell in float32.  Solvers stop by what they see, in their own arithmetic and (torchdeq)
+for the batch as a whole: each is given a smaller and smaller tolerance until all samples are there
+by that measure.  The precision is that of f; the algebra of every solver is in float32.
 
     PYTHONPATH=src python3 benchmarks/to_residual.py --weights RUN/weights.safetensors --data DATA
 
 --narrow: each of our rows once more, with samples that are done leaving the batch.  --start: and
 those once more from a learned start (`gdeq.fit_start`), fitted beforehand to so many batches of
-training images; its own time is in the row.  --only-ours leaves out torchdeq's.
+training images; its own time is in the row.  --only-ours leaves out torchdeq's; --half what
+was slower for each in all runs so far: ours in tf32, torchdeq's in fp16.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ def ours(
     wide: bool = True,
     narrow: bool = False,
     start: MDEQStart | None = None,
+    method: type[gdeq.Broyden] | type[gdeq.Anderson] = gdeq.Broyden,
 ) -> Callable[[], Any]:
     """wide: z in float32, whatever f computes in; else in the precision of f.
 
     narrow: samples that are done leave the batch.
     """
-    model.deq.solver = gdeq.Broyden(options.max_iter, tol=tol)
+    model.deq.solver = method(options.max_iter, tol=tol)
     model.deq.narrow = narrow
     cell: Any = model.deq.cell
     zeros = cell.initial_state(injection)
@@ -184,6 +186,7 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=0, metavar="BATCHES")
     parser.add_argument("--start-steps", type=int, default=400)
     parser.add_argument("--start-lr", type=float, default=5e-3)
+    parser.add_argument("--half", action="store_true", help="ours in fp16, theirs in tf32 alone")
     parser.add_argument("--only-ours", action="store_true")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
@@ -208,20 +211,20 @@ def main() -> None:
         start = learned_start(itertools.islice(batches, options.start), options)
     rows = []
     # bf16 ends at some 3e-3; fp16 has the digits of tf32.
-    for kind, precision, wide in (
-        ("fp16 f", "fp16", True),
-        ("tf32 f", "tf32", True),
-        ("fp16 f and z", "fp16", False),
-    ):
-        for narrow, begin in itertools.product(
-            (False, True) if options.narrow else (False,), (None, start) if start else (None,)
+    kinds = [("fp16 f", "fp16", True), ("tf32 f", "tf32", True), ("fp16 f and z", "fp16", False)]
+    for kind, precision, wide in kinds if not options.half else kinds[::2]:
+        for method, narrow, begin in itertools.product(
+            (gdeq.Broyden, gdeq.Anderson),
+            (False, True) if options.narrow else (False,),
+            (None, start) if start else (None,),
         ):
-            name = f"ours, {kind}{', narrow' if narrow else ''}{', start' if begin else ''}"
+            name = f"ours, {method.__name__}, {kind}"
+            name += f"{', narrow' if narrow else ''}{', start' if begin else ''}"
             used = in_half(begin) if begin and precision == "fp16" else begin
-            make = functools.partial(ours, wide=wide, narrow=narrow, start=used)
+            make = functools.partial(ours, wide=wide, narrow=narrow, start=used, method=method)
             rows.append(measure(name, precision, True, images, options, make))
     for name in () if options.only_ours else ("broyden", "anderson"):
-        for precision in ("tf32", "fp16"):
+        for precision in ("tf32",) if options.half else ("tf32", "fp16"):
             rows.append(
                 measure(
                     f"torchdeq {name}, {precision}",
@@ -269,7 +272,7 @@ def measure(
         "reached": bool(reached.max() <= options.tol),
     }
     print(
-        f"{name:33s} {row['ms']:8.2f} ms  {row['steps']:4.0f} steps (median "
+        f"{name:43s} {row['ms']:8.2f} ms  {row['steps']:4.0f} steps (median "
         f"{row['median_steps']:.0f}) with tol "
         f"{row['tolerance']:.1e}  residual: median {row['median_residual']:.1e}, largest "
         f"{row['largest_residual']:.1e}{'' if row['reached'] else '  NOT REACHED'}",

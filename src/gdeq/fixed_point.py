@@ -146,8 +146,9 @@ def check_pair(solver: Solver | None, gradient: Gradient) -> None:
             )
         return
     check_solver(solver)
-    if gradient.uses_inverse and not solver.keeps_inverse:
+    if gradient.needs_inverse and not solver.keeps_inverse:
         raise ValueError(
             f"{type(gradient).__name__} reuses the inverse that Broyden's method builds, and "
-            f"{type(solver).__name__} builds none; use gdeq.Broyden(), or another gradient"
+            f"{type(solver).__name__} builds none; use gdeq.Broyden(), or another gradient such as "
+            "gdeq.GDEQ(refine=1), which begins without one there"
         )

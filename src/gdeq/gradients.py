@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gdeq.operators import Inverse, Refinement, dot, norm, safe_norms
 from gdeq.options import check_flag, check_integer, check_real, check_type, options
+from gdeq.product import no_inverse
 from gdeq.recording import recording
 from gdeq.solution import Cotangent, Solution
 from gdeq.solve import check_solver, iterate
@@ -41,6 +42,11 @@ class Gradient:
     uses_vjp: ClassVar[bool] = True  # asks for products with Jᵀ
     uses_inverse: ClassVar[bool] = False  # asks for the inverse that the forward solver built
     second_order: ClassVar[bool] = False  # has a derivative itself (double backward)
+
+    @property
+    def needs_inverse(self) -> bool:
+        """Whether it cannot do without."""
+        return self.uses_inverse
 
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
         raise NotImplementedError
@@ -141,6 +147,8 @@ class GDEQ(Gradient):
     (Minimising the residual over the same VJPs, as GMRES does, gives a smaller residual but a
     larger error of w: see benchmarks/gradients.py.)
 
+    After another solver than `Broyden`, which leaves no inverse, both begin from −I, that is JFB.
+
     refine: spend exactly this many VJPs on it.  Where the last residual that they measure is more
         than twice the smallest, the w of that one is the result.
     tolerance: measure ‖(I − Jᵀ)w − v‖/‖v‖ with one VJP and refine only the samples above this,
@@ -173,9 +181,17 @@ class GDEQ(Gradient):
     def uses_vjp(self) -> bool:  # type: ignore[override]
         return self.refine > 0 or self.tolerance is not None
 
+    @property
+    def needs_inverse(self) -> bool:
+        return not self.uses_vjp
+
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
-        inverse = forward_inverse(solution)
-        w = inverse.T.negative_matvec(v)
+        if solution.inverse is None and not self.needs_inverse:  # another solver's: from JFB on
+            inverse: Inverse = no_inverse(v)
+            w = v
+        else:
+            inverse = forward_inverse(solution)
+            w = inverse.T.negative_matvec(v)
         if self.refine:
             how = Refinement(self.refine, solution.precision, AMPLIFICATION, SETBACK)
             refined = inverse.T.refined(w, v, vjp, how)  # on a GPU
@@ -274,6 +290,10 @@ class Measured(Gradient):
     @property
     def uses_inverse(self) -> bool:  # type: ignore[override]
         return self.gradient.uses_inverse
+
+    @property
+    def needs_inverse(self) -> bool:
+        return self.gradient.needs_inverse
 
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
         return self.gradient.cotangent(v, vjp, solution)

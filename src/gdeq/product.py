@@ -126,6 +126,15 @@ class ProductInverse(Inverse):
         return (self.steps,) if self.scales is None else (self.steps, self.scales.values)
 
 
+def no_inverse(x: Tensor) -> ProductInverse:  # (batch, d)
+    """−I for vectors like this one: no factor, and the one step that a store must have is zero."""
+    batch, d = x.shape
+    keep = torch.zeros(batch, 1, dtype=torch.bool, device=x.device)
+    return ProductInverse(
+        x.new_zeros(batch, 1, d, dtype=torch.bfloat16), x.new_zeros(batch, 1, 1), keep
+    )
+
+
 class Settled(NamedTuple):
     """What a sweep has found for each sample."""
 
@@ -173,12 +182,17 @@ def applies(solver: Solver, z: Tensor, max_steps: int, inverse: Inverse | None) 
     """Whether `iterate` here can stand in for the one in `gdeq.solve`."""
     return (
         inverse is None
-        and (_whole_broyden(solver, max_steps) or _short_anderson(solver))
+        and takes(solver, max_steps)
         and max_steps <= MOST_STEPS
         and z.numel() > 0
         and choice.chosen(z) != "off"
         and (choice.chosen(z) != "triton" or _in_kernels(z))
     )
+
+
+def takes(solver: Solver, max_steps: int) -> bool:
+    """Whether the method can be told by its steps."""
+    return _whole_broyden(solver, max_steps) or _short_anderson(solver)
 
 
 def _whole_broyden(solver: Solver, max_steps: int) -> bool:
@@ -436,11 +450,11 @@ class PlainSweep:
 class AndersonSweep(PlainSweep):
     """`gdeq.Anderson` from its steps alone, in the same store and by the same two passes.
 
-    A step is s_t = β g_t − Σ_i γ_i (s_i + β Δg_i) with Δg_i = g_{i+1} − g_i, over the last few i.  In
-    it g_t has the factor β (1 − γ_{t−1}), so all g are combinations of steps, g_i = Σ_j L_ij s_j with
-    a triangular L that gains a row with each step.  The inner products g_iᵀg_t = Σ_j L_ij s_jᵀg_t
-    follow from those of one pass, and with them the small system for γ, which says what the next step
-    is of g_t and the steps.
+    A step is s_t = β g_t − Σ_i γ_i (s_i + β Δg_i) with Δg_i = g_{i+1} − g_i, over the last few i.
+    In it g_t has the factor β (1 − γ_{t−1}), so all g are combinations of steps, g_i = Σ_j L_ij s_j
+    with a triangular L that gains a row with each step.  The inner products g_iᵀg_t =
+    Σ_j L_ij s_jᵀg_t follow from those of one pass, and with them the small system for γ, which says
+    what the next step is of g_t and the steps.
     """
 
     def __init__(self, *args: Any) -> None:

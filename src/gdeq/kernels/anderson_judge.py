@@ -33,7 +33,7 @@ def _solved(system, right, u, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def begin(b, gg, coordinates, products, weight, lead, finite, mixing, PLACES: tl.constexpr):
+def begin(b, gg, coordinates, products, lead, finite, mixing, PLACES: tl.constexpr):
     """`AndersonSweep._begin`."""
     place = tl.arange(0, PLACES)
     at = b * PLACES * PLACES

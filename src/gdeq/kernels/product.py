@@ -177,7 +177,8 @@ def _dots(
             judge(
                 b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
                 unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
-                noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, FIRST, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+                noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, FIRST, MEASURED, WATCH,
+                RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
             )  # fmt: skip
 
 
@@ -202,7 +203,8 @@ def _judge(
     judge(
         b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
         unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
-        noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, FIRST, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+        noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, FIRST, MEASURED, WATCH,
+        RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
     )  # fmt: skip
 
 
@@ -387,7 +389,7 @@ class Sweep:
             self.unfinished = torch.full((1,), batch, dtype=torch.int32, device=device)
         rounded = self.steps.dtype != z.dtype
         # ‖y‖; else nothing keeps f
-        self.measured = not (rounded and tuning.change_from_dots or self.memory)
+        self.measured = not ((rounded and tuning.change_from_dots) or self.memory)
         self.returned = self.last_fz = self.parts
         self.another_size = True  # than the last f(z) had
 

@@ -118,12 +118,58 @@ def _judge_first(
     for j in range(0, PLACES):
         tl.store(gram + (b * PLACES + j) * PLACES + place, tl.zeros((PLACES,), dtype=kind))
     if MEMORY:
-        anderson_judge.begin(
-            b, gg, coordinates, products, weight, lead, finite, mixing, PLACES
-        )  # fmt: skip
+        anderson_judge.begin(b, gg, coordinates, products, lead, finite, mixing, PLACES)
     else:
         tl.store(lead + b, tl.where(finite, 1.0, 0.0).to(kind))
     tl.store(moves + b, tl.where(count < most, active.to(tl.int32), 0))
+
+
+@triton.jit
+def _next_step(
+    b, a, row, gg, yy, of_z, new_absolute, last_absolute, of_g, of_s, diagonal, kept, good,
+    count, of_b, keep, weight, lead, eps, noise,
+    MEASURED: tl.constexpr, PLACES: tl.constexpr,
+):  # fmt: skip
+    """The factor and the weights of `PlainSweep._learn`.
+
+    of_g, of_s: what the newest step was made of.  diagonal, kept: of the factors so far.
+    """
+    kind = lead.dtype.element_ty
+    place = tl.arange(0, PLACES)
+    last = count - 1
+    # d, by columns of G: those of all steps but the newest are in memory, as rows
+    d = tl.zeros((PLACES,), dtype=kind)
+    inner = a  # a + Gd
+    for j in tl.range(0, last, num_stages=AHEAD):
+        known = tl.where(j + 1 < last, last, 0)
+        column = tl.load(of_b + (j + 1) * PLACES + place, mask=place < known, other=0.0)
+        column = tl.where(j + 1 < last, column, row)
+        d, inner = one_more(d, inner, diagonal, kept, column, place, j, j + 1)
+    tl.store(of_b + last * PLACES + place, row, mask=place < count)
+    tl.store(of_b + place * PLACES + last, row, mask=place < last)
+
+    # Factor t − 1
+    squared = tl.sum(tl.where(place == last, row, 0.0), 0)
+    of_g_t = tl.sum(tl.where(place == last, a, 0.0), 0)  # s_{t−1}ᵀg_t
+    newest = of_g_t + tl.sum(tl.where(d != 0, row * d, 0.0), 0)  # s_{t−1}ᵀq
+    inner = tl.where(place == last, newest, inner)
+    of_q = gg.to(kind) + tl.sum(tl.where(d != 0, d * (a + inner), 0.0), 0)  # ‖q‖²
+    difference = tl.sqrt(tl.maximum(squared - 2 * newest + of_q, 0.0))  # ‖s − q‖
+    denominator = squared - newest
+    sound = tl.abs(denominator) > 1e3 * eps * tl.sqrt(squared) * difference
+    if MEASURED:
+        change = tl.sqrt(yy).to(kind)
+    else:  # y = g_t − g_{t−1}, and s_{t−1} was made of g_{t−1} and steps whose products are known
+        product = of_g_t - tl.sum(tl.where(of_s != 0, of_s * a, 0.0), 0)
+        product = tl.where(of_g != 0, product / of_g, 0.0)  # g_{t−1}ᵀg_t
+        square = gg.to(kind) - 2 * product + last_absolute * last_absolute
+        change = tl.sqrt(tl.maximum(square, 0.0))
+    sound = sound & (change > noise * (of_z + new_absolute))
+    keeps = good & sound
+    tl.store(keep + b * PLACES + last, keeps.to(tl.int8))
+    longer = tl.where(keeps, squared / denominator, 1.0)
+    tl.store(weight + b * PLACES + place, tl.where(good, longer * d, 0.0))
+    tl.store(lead + b, tl.where(good, longer, 0.0))
 
 
 @triton.jit
@@ -135,7 +181,7 @@ def _judge_next(
     MEASURED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """`Ledger.accepts` and `Ledger.note`, then the weights of `PlainSweep._learn`: one sample."""
+    """`Ledger.accepts` and `Ledger.note`, then the next step of one sample."""
     kind = real.dtype.element_ty
     place = tl.arange(0, PLACES)
     last = count - 1
@@ -157,10 +203,9 @@ def _judge_next(
         best_step = tl.load(whole + 3 * batch + b)
     if LINEAR:
         size = tl.load(scale + b)
-    if not MEASURED and not MEMORY:
+    if not MEMORY:
         of_g = tl.load(lead + b)
         of_s = tl.load(weight + b * PLACES + place, mask=place < last, other=0.0)
-    if not MEMORY:
         diagonal = tl.load(of_b + place * (PLACES + 1), mask=place < last, other=1.0)
         kept = tl.load(keep + b * PLACES + place, mask=place < last, other=0) != 0
 
@@ -212,39 +257,10 @@ def _judge_next(
             MEMORY, WINDOW, PLACES,
         )  # fmt: skip
     else:
-        # d, by columns of G: those of all steps but the newest are in memory, as rows
-        d = tl.zeros((PLACES,), dtype=kind)
-        inner = a  # a + Gd
-        for j in tl.range(0, last, num_stages=AHEAD):
-            known = tl.where(j + 1 < last, last, 0)
-            column = tl.load(of_b + (j + 1) * PLACES + place, mask=place < known, other=0.0)
-            column = tl.where(j + 1 < last, column, row)
-            d, inner = one_more(d, inner, diagonal, kept, column, place, j, j + 1)
-        tl.store(of_b + last * PLACES + place, row, mask=place < count)
-        tl.store(of_b + place * PLACES + last, row, mask=place < last)
-
-        # Factor t − 1
-        squared = tl.sum(tl.where(place == last, row, 0.0), 0)
-        of_g_t = tl.sum(tl.where(place == last, a, 0.0), 0)  # s_{t−1}ᵀg_t
-        newest = of_g_t + tl.sum(tl.where(d != 0, row * d, 0.0), 0)  # s_{t−1}ᵀq
-        inner = tl.where(place == last, newest, inner)
-        of_q = gg.to(kind) + tl.sum(tl.where(d != 0, d * (a + inner), 0.0), 0)  # ‖q‖²
-        difference = tl.sqrt(tl.maximum(squared - 2 * newest + of_q, 0.0))  # ‖s − q‖
-        denominator = squared - newest
-        sound = tl.abs(denominator) > 1e3 * eps * tl.sqrt(squared) * difference
-        if MEASURED:
-            change = tl.sqrt(yy).to(kind)
-        else:  # y = g_t − g_{t−1}, and s_{t−1} was made of g_{t−1} and steps whose products are known
-            product = of_g_t - tl.sum(tl.where(of_s != 0, of_s * a, 0.0), 0)
-            product = tl.where(of_g != 0, product / of_g, 0.0)  # g_{t−1}ᵀg_t
-            square = gg.to(kind) - 2 * product + last_absolute * last_absolute
-            change = tl.sqrt(tl.maximum(square, 0.0))
-        sound = sound & (change > noise * (of_z + new_absolute))
-        keeps = good & sound
-        tl.store(keep + b * PLACES + last, keeps.to(tl.int8))
-        longer = tl.where(keeps, squared / denominator, 1.0)
-        tl.store(weight + b * PLACES + place, tl.where(good, longer * d, 0.0))
-        tl.store(lead + b, tl.where(good, longer, 0.0))
+        _next_step(
+            b, a, row, gg, yy, of_z, new_absolute, last_absolute, of_g, of_s, diagonal, kept, good,
+            count, of_b, keep, weight, lead, eps, noise, MEASURED, PLACES,
+        )  # fmt: skip
     tl.store(moves + b, tl.where(count < most, active.to(tl.int32), 0))
 
 
@@ -288,11 +304,13 @@ def judge(
         _judge_first(
             b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
             unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
-            noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+            noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, MEASURED, WATCH, RELATIVE_STOP,
+            LINEAR, PLACES, CHUNKS,
         )  # fmt: skip
     else:
         _judge_next(
             b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
             unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
-            noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+            noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, MEASURED, WATCH, RELATIVE_STOP,
+            LINEAR, PLACES, CHUNKS,
         )  # fmt: skip

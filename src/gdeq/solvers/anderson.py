@@ -95,7 +95,7 @@ class Anderson(Solver):
         place = state.count % state.dz.shape[1]
         store = accepted.unsqueeze(1)
         for kept, new in ((state.dz, dz), (state.dg, dg)):
-            new = torch.where(sound, new, 0.0)  # of noise nothing is learned
-            kept[rows, place] = torch.where(store, new, kept[rows, place])
+            seen = torch.where(sound, new, 0.0)  # of noise nothing is learned
+            kept[rows, place] = torch.where(store, seen, kept[rows, place])
         state.count = state.count + accepted
         return select(accepted, z_try, z), select(accepted, g_try, g), state

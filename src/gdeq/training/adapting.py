@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gdeq.gradients import GDEQ, Gradient, Measured
+from gdeq.gradients import GDEQ, JFB, Gradient, Measured
 from gdeq.options import count
 from gdeq.solvers import Solver
 from gdeq.training.config import AdaptConfig, Config
@@ -49,8 +49,10 @@ class Choice:
     def solver(self, config: Config) -> Solver:
         return replace(config.solver, max_iter=self.steps).build()
 
-    def gradient(self) -> Gradient:
-        return GDEQ(refine=self.refine) if self.refine else Measured(GDEQ())
+    def gradient(self, solver: Solver) -> Gradient:
+        if self.refine:
+            return GDEQ(refine=self.refine)
+        return Measured(GDEQ() if solver.keeps_inverse else JFB())
 
     def figures(self) -> dict[str, Any]:
         return {

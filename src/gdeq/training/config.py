@@ -243,11 +243,11 @@ class Config:
         check_integer(self, "test_every", 1)
         check_real(self, "checkpoint_seconds", 0.0)
         solver, gradient = self.solver.build(), self.gradient.build()
-        if gradient.uses_inverse and not solver.keeps_inverse:
+        if gradient.needs_inverse and not solver.keeps_inverse:
             raise ValueError(
                 f"gradient={self.gradient.name} reuses the inverse that Broyden's method builds, "
-                f"and solver={self.solver.name} builds none; use solver=broyden, or another "
-                "gradient such as gradient=jfb"
+                f"and solver={self.solver.name} builds none; use solver=broyden, gradient.refine=1 "
+                "(which begins without one there), or another gradient such as gradient=jfb"
             )
         check_pair(solver, gradient)
         self._check_adapt()

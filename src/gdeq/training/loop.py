@@ -330,7 +330,8 @@ class Trainer:
             deq.solver, deq.gradient = None, Unrolled(config.pretrain_layers)
         elif self.controller is not None:
             choice = self.controller.choice
-            deq.solver, deq.gradient = choice.solver(config), choice.gradient()
+            deq.solver = choice.solver(config)
+            deq.gradient = choice.gradient(deq.solver)
         else:
             deq.solver, deq.gradient = config.solver.build(), config.gradient.build()
 

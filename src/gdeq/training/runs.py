@@ -141,9 +141,10 @@ def as_trained(run: RunFolder, epoch: int | None = None) -> Config:
             f"{'' if epoch is None else f' in epoch {epoch}'}: its metrics.jsonl is not complete"
         )
     steps, refine = chosen[-1]["max_iter"], chosen[-1]["refine"]
-    return configs.replace(
-        config, adapt__enabled=False, solver__max_iter=steps, gradient__refine=refine
-    )
+    used = {"gradient__refine": refine}
+    if not refine and not config.solver.build().keeps_inverse:
+        used = {"gradient__name": "jfb", "gradient__refine": 0}  # as `Choice.gradient`
+    return configs.replace(config, adapt__enabled=False, solver__max_iter=steps, **used)
 
 
 def trained_model(

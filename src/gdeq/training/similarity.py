@@ -85,7 +85,7 @@ class Found:
 
 def solver_for(method: Gradient, solver: Solver) -> Solver:
     """The run's own solver; for GDEQ, which reuses Broyden's inverse, Broyden with its limits."""
-    if solver.keeps_inverse or not method.uses_inverse:
+    if solver.keeps_inverse or not method.needs_inverse:
         return solver
     return Broyden(max_iter=solver.max_iter, tol=solver.tol)
 
