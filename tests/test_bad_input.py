@@ -442,8 +442,6 @@ def test_a_diverging_map_says_so(device, call, solver):
 
 INVERSE_USERS = [
     gdeq.GDEQ(),
-    gdeq.GDEQ(refine=1),
-    gdeq.GDEQ(tolerance=0.1),
     gdeq.Implicit(precondition=True),
     gdeq.Measured(gdeq.GDEQ()),
 ]

@@ -98,8 +98,9 @@ class Case:
 
     @cached_property
     def inverse(self) -> Tensor:  # (batch, d, d)
-        """B_T⁻¹, each sample on its own up to its own number of steps."""
-        assert self.row.rebuild is not None
+        """B_T⁻¹, each sample on its own up to its own number of steps; −I if the solver has none."""
+        if self.row.rebuild is None:
+            return -torch.eye(self.v.shape[1]).to(self.jacobian).expand_as(self.jacobian)
         start = pack(self.problem.z0)
         return torch.stack(
             [
@@ -179,10 +180,10 @@ GRADIENTS = {
     "npg-3": GradientRow(NPG(3, 0.8), lambda case: phantom(case, 3, 0.8), accuracy=1e-12),
     "npg-neumann": GradientRow(NPG(8, 1.0), lambda case: phantom(case, 8, 1.0), accuracy=1e-12),
     "gdeq": GradientRow(GDEQ(), lambda case: case.reused, reuses=True, accuracy=1e-9),
-    "gdeq-refine-1": GradientRow(GDEQ(refine=1), partial(refined, refine=1), reuses=True),
-    "gdeq-refine-3": GradientRow(GDEQ(refine=3), partial(refined, refine=3), reuses=True),
+    "gdeq-refine-1": GradientRow(GDEQ(refine=1), partial(refined, refine=1)),
+    "gdeq-refine-3": GradientRow(GDEQ(refine=3), partial(refined, refine=3)),
     "gdeq-tolerance": GradientRow(
-        GDEQ(tolerance=0.05, max_refine=30), partial(adaptive, tolerance=0.05), reuses=True
+        GDEQ(tolerance=0.05, max_refine=30), partial(adaptive, tolerance=0.05)
     ),
     "measured-jfb": GradientRow(Measured(JFB()), lambda case: case.v, accuracy=1e-12),
     "measured-npg": GradientRow(Measured(NPG(2)), lambda case: phantom(case, 2, 0.5)),
