@@ -17,6 +17,7 @@ from gdeq.fixed_point import check_pair, solve_and_attach
 from gdeq.gradients import DEFAULT, Gradient
 from gdeq.kernels import choice
 from gdeq.options import describe
+from gdeq.product import short_anderson
 from gdeq.regularize import hold
 from gdeq.solution import Solution
 from gdeq.solvers.base import Solver
@@ -64,8 +65,8 @@ class DEQ(nn.Module):
 
     narrow: in a solve with a tolerance, samples that are done leave the batch: when half are done,
         the cell is called for the other half alone, and so on down to 16 samples.  The results are
-        the same up to rounding.  Only in eval mode, and by `Broyden` on a GPU (where its product
-        form runs, `gdeq.product`).  The cell must treat samples independently and take a smaller
+        the same up to rounding.  Only in eval mode, and by `Broyden` and `Anderson` on a GPU (where
+        `gdeq.product` runs).  The cell must treat samples independently and take a smaller
         batch: z and each tensor in its inputs (nested in tuples, lists and dicts) whose first
         dimension is the batch size are cut to the samples left, all else is handed over as it is.
         The first time (after training, for each cell, shape and flag or number among the inputs)
@@ -162,12 +163,13 @@ class DEQ(nn.Module):
 
     def _warn_of_idle_narrowing(self, on_device: Tensor) -> None:
         solver = self.solver
-        if type(solver) is not Broyden or solver.memory is not None:
-            why = f"samples leave a solve by Broyden(memory=None) alone, not {solver}"
+        whole = type(solver) is Broyden and solver.memory is None
+        if solver is None or not (whole or short_anderson(solver)):
+            why = f"samples leave a solve by Broyden(memory=None) or Anderson alone, not {solver}"
         elif solver.tol == 0:
             why = "with tol=0 no sample is done before the others: give the solver a tolerance"
         elif choice.chosen(on_device) == "off":
-            why = "samples leave where Broyden's product form runs: on a GPU with Triton"
+            why = "samples leave where solvers keep their steps alone: on a GPU with Triton"
         else:
             return
         self._told_idle = True

@@ -56,6 +56,7 @@ from gdeq.state import Vectorized, VectorMap
 MOST_DIFFERENCES = 16  # of Anderson's method, whose system one program holds in registers
 LEAST_SHARE = 1e-3  # of g in Anderson's next step
 COARSEST = 0.1  # rounding of g, as the steps have it, beside g
+KNOWN = 3.0  # ‖Δg‖ beside what rounding may make of it
 MOST_STEPS = 127  # what the recurrence of one program holds in registers
 MOST_SAMPLES = 65535  # of a grid's second dimension
 
@@ -173,7 +174,7 @@ def applies(solver: Solver, z: Tensor, max_steps: int, inverse: Inverse | None) 
     """Whether `iterate` here can stand in for the one in `gdeq.solve`."""
     return (
         inverse is None
-        and (_whole_broyden(solver, max_steps) or _short_anderson(solver))
+        and (_whole_broyden(solver, max_steps) or short_anderson(solver))
         and max_steps <= MOST_STEPS
         and z.numel() > 0
         and choice.chosen(z) != "off"
@@ -190,7 +191,7 @@ def _whole_broyden(solver: Solver, max_steps: int) -> bool:
     )
 
 
-def _short_anderson(solver: Solver) -> bool:
+def short_anderson(solver: Solver) -> bool:
     return type(solver) is Anderson and solver.memory <= MOST_DIFFERENCES
 
 
@@ -203,6 +204,12 @@ def store_dtype(z: Tensor, precision: float, eight_bits: bool = False) -> torch.
     if z.dtype != torch.float32 or precision < torch.finfo(torch.float16).eps:
         return z.dtype
     return torch.int8 if eight_bits else torch.bfloat16
+
+
+def roundings(kept: torch.dtype, z: Tensor) -> tuple[float, float]:  # (batch, d)
+    """Of a step beside it, and of its inner products, where those of its numbers average out."""
+    coarse = torch.finfo(kept).eps
+    return coarse, torch.finfo(z.dtype).eps + coarse / z.shape[1] ** 0.5
 
 
 def iterate(
@@ -436,11 +443,13 @@ class PlainSweep:
 class AndersonSweep(PlainSweep):
     """`gdeq.Anderson` from its steps alone, in the same store and by the same two passes.
 
-    A step is s_t = β g_t − Σ_i γ_i (s_i + β Δg_i) with Δg_i = g_{i+1} − g_i, over the last few i.  In
-    it g_t has the factor β (1 − γ_{t−1}), so all g are combinations of steps, g_i = Σ_j L_ij s_j with
-    a triangular L that gains a row with each step.  The inner products g_iᵀg_t = Σ_j L_ij s_jᵀg_t
-    follow from those of one pass, and with them the small system for γ, which says what the next step
-    is of g_t and the steps.
+    A step is s_t = β g_t − Σ_i γ_i (s_i + β Δg_i) with Δg_i = g_{i+1} − g_i, over the last few i.
+    In it g_t has the factor β (1 − γ_{t−1}), so all g are combinations of steps, g_i = Σ_j L_ij s_j
+    with a triangular L that gains a row with each step.  The inner products g_iᵀg_t =
+    Σ_j L_ij s_jᵀg_t follow from those of one pass, and with them the small system for γ, which says
+    what the next step is of g_t and the steps.
+
+    Steps are made of these g_i, so errors do not add up: that of row t is the rounding of s_t.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -448,7 +457,7 @@ class AndersonSweep(PlainSweep):
         assert isinstance(self.solver, Anderson)
         self.memory, self.mixing = self.solver.memory, self.solver.mixing
         self.ridge = self.solver.ridge(self.z.dtype)
-        self.coarse = torch.finfo(self.steps.dtype).eps
+        self.coarse, self.blur = roundings(self.steps.dtype, self.z)
         shape = self.gram.shape
         self.coordinates = self.z.new_zeros(shape, dtype=torch.float64)  # L
         self.products = self.z.new_zeros(shape, dtype=torch.float64)  # g_iᵀg_j
@@ -473,7 +482,7 @@ class AndersonSweep(PlainSweep):
         of_dg = of_g.diff(dim=1).diff(dim=2)  # Δg_iᵀΔg_j
         right = of_g[:, :, -1].diff(dim=1)  # Δg_iᵀg_t
         size = of_dg.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
-        self._judge_newest(t, size[:, -1], good, absolute, of_z, stored[:, -1])
+        self._judge_newest(t, size[:, -1], good, absolute, of_z, stored)
         used = self.keep[:, first:t] & (size > 0)
         size = torch.where(used, size, 1.0)
         both = used.unsqueeze(1) & used.unsqueeze(2)
@@ -501,16 +510,20 @@ class AndersonSweep(PlainSweep):
         good: Tensor,
         absolute: Tensor,
         of_z: Tensor,
-        newest: Tensor,  # (batch, d)
+        stored: Tensor,  # (batch, t, d)
     ) -> None:
         """Whether Δg_{t−1} is more than noise, and g_{t−1} what its coordinates say.
 
         They divide by what of g_{t−1} is in s_{t−1}, and so the rounding of the step too.
         """
         share = self.coordinates[:, t - 1, t - 1].abs()
-        rounding = self.coarse * share * norm(newest).double()
-        exact = rounding <= COARSEST * self.products[:, t - 1, t - 1].sqrt()
+        before = self.products[:, t - 1, t - 1].sqrt()
+        length = torch.linalg.vector_norm(stored, dim=2).double()
+        exact = self.coarse * share * length[:, -1] <= COARSEST * before
         sound = change > noise_level(self.precision) * (of_z + absolute)
+        # ‖Δg‖² is a difference of sums of this size.
+        terms = (self.coordinates[:, t - 1, :t].abs() * length).sum(1)
+        sound &= change.square() > KNOWN**2 * self.blur * terms * (before + absolute)
         self.keep[:, t - 1] = good & sound & exact
         if t > 1:
             self.keep[:, t - 2] &= exact

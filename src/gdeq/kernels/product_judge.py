@@ -78,7 +78,7 @@ def one_more(x, inner, diagonal, kept, of_column, place, row, column):
 def _judge_first(
     b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
     coordinates, products,
-    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
     MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     MEASURED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
@@ -130,7 +130,7 @@ def _judge_first(
 def _judge_next(
     b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
     coordinates, products,
-    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
     MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     MEASURED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
@@ -208,7 +208,7 @@ def _judge_next(
     if MEMORY:
         anderson_judge.next_step(
             b, a, row, gg, of_z, new_absolute, good, count,
-            keep, weight, lead, coordinates, products, noise, mixing, ridge, coarse,
+            gram, keep, weight, lead, coordinates, products, noise, mixing, ridge, coarse, blur,
             MEMORY, WINDOW, PLACES,
         )  # fmt: skip
     else:
@@ -234,7 +234,7 @@ def _judge_next(
         sound = tl.abs(denominator) > 1e3 * eps * tl.sqrt(squared) * difference
         if MEASURED:
             change = tl.sqrt(yy).to(kind)
-        else:  # y = g_t − g_{t−1}, and s_{t−1} was made of g_{t−1} and steps whose products are known
+        else:  # y = g_t − g_{t−1}; s_{t−1} was made of g_{t−1} and steps whose products are known
             product = of_g_t - tl.sum(tl.where(of_s != 0, of_s * a, 0.0), 0)
             product = tl.where(of_g != 0, product / of_g, 0.0)  # g_{t−1}ᵀg_t
             square = gg.to(kind) - 2 * product + last_absolute * last_absolute
@@ -277,7 +277,7 @@ def finish(b, real, whole, batch, precision, WATCH: tl.constexpr, RELATIVE_STOP:
 def judge(
     b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
     coordinates, products,
-    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
     MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
@@ -288,11 +288,13 @@ def judge(
         _judge_first(
             b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
             unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
-            noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+            noise, flight, mixing, ridge, coarse, blur, MEMORY, WINDOW, MEASURED, WATCH,
+            RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
         )  # fmt: skip
     else:
         _judge_next(
             b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
             unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
-            noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+            noise, flight, mixing, ridge, coarse, blur, MEMORY, WINDOW, MEASURED, WATCH,
+            RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
         )  # fmt: skip

@@ -94,8 +94,8 @@ class Anderson(Solver):
         rows = torch.arange(len(z), device=z.device)
         place = state.count % state.dz.shape[1]
         store = accepted.unsqueeze(1)
-        for kept, new in ((state.dz, dz), (state.dg, dg)):
-            new = torch.where(sound, new, 0.0)  # of noise nothing is learned
+        for kept, change in ((state.dz, dz), (state.dg, dg)):
+            new = torch.where(sound, change, 0.0)  # of noise nothing is learned
             kept[rows, place] = torch.where(store, new, kept[rows, place])
         state.count = state.count + accepted
         return select(accepted, z_try, z), select(accepted, g_try, g), state
