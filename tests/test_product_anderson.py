@@ -274,15 +274,18 @@ class Prescribed:
 
 
 @pytest.mark.parametrize("form", ["off", "plain", "triton"])
-@pytest.mark.parametrize("memory", [1, 2, 4])
-def test_a_change_that_is_noise_takes_a_place_and_says_nothing(form, memory):
+@pytest.mark.parametrize(
+    ("memory", "precision", "change"), [(1, 2.0**-52, 1e-15), (2, 1e-3, 1e-4), (4, 2.0**-52, 0.0)]
+)
+def test_a_change_that_is_noise_takes_a_place_and_says_nothing(form, memory, precision, change):
+    """At the rounding of f, or at that of inner products."""
     values = torch.randn(9, 2, 8, dtype=F64)
-    values[3], values[4] = values[2] * (1 + 1e-15), values[2]
+    values[3], values[4] = values[2] * (1 + change), values[2]
     values[7, 1] = values[6, 1]
     z0 = torch.zeros(2, 8, dtype=F64, device=DEVICE)
     with choice.use(form):
         solver = gdeq.Anderson(8, 0.0, memory=memory)
-        found = iterate(Prescribed(values), z0, solver, precision=2.0**-52)
+        found = iterate(Prescribed(values), z0, solver, precision=precision)
     for sample, noise in enumerate([{2, 3}, {2, 3, 6}]):
         of_one = iter(values[:, sample])
         path = walker_ni(lambda _z, g=of_one: next(g), z0[sample].cpu(), 8, memory, 1.0, noise)
@@ -306,6 +309,27 @@ def test_a_step_has_something_of_the_newest_g(form, mixing):
     gamma = dg @ values[2] / (dg @ dg)
     step = mixing * values[2] - gamma * mixing * (values[1] + dg)
     assert_near(paths[1] - paths[0], step, accuracy)
+
+
+@pytest.mark.parametrize(("kept", "precision"), [(F32, 2.0**-23), (BF16, 2.0**-10)])
+def test_of_a_step_too_long_for_its_share_of_g_nothing_is_learned(form, kept, precision):
+    """g_2 is a small part of a step in bfloat16, so what is left of it in the store is rounding."""
+    d = 4096
+    along, before, after, other = torch.linalg.qr(torch.randn(d, 4)).Q.T
+    values = [along + 0.1 * before, 0.94 * along + 0.1 * before, 5 * along + 0.7 * after]
+    values += [other, 0.5 * other + 0.2 * along]
+    values = [g.to(BF16).float() for g in values]  # the interpreter cuts off what a GPU rounds
+    kind = AndersonSweep if form == "plain" else fused.Sweep
+    z0 = torch.zeros(1, d, device=DEVICE)
+    sweep = kind(z0, [d], F32, gdeq.Anderson(5, 0.0, memory=3), precision, 5, None)
+    for t, g in enumerate(values):
+        sweep.take(t, (sweep.z + g.to(DEVICE)).reshape(-1))
+        if t == 3:
+            seen = sweep.keep[0, :3].tolist()
+    assert sweep.steps.dtype == kept
+    # Both differences with g_2
+    assert seen == ([True, True, True] if kept == F32 else [True, False, False])
+    assert sweep.keep[0, :4].tolist() == [*seen, True]
 
 
 @pytest.mark.parametrize("memory", [1, 2, 5])
