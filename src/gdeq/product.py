@@ -56,7 +56,7 @@ from gdeq.state import Vectorized, VectorMap
 MOST_DIFFERENCES = 16  # of Anderson's method, whose system one program holds in registers
 LEAST_SHARE = 1e-3  # of g in Anderson's next step
 COARSEST = 0.1  # rounding of g, as the steps have it, beside g
-KNOWN = 3.0  # ‖Δg‖ beside what rounding may make of it
+IN_SUMS = 20.0  # roundings that an inner product may be off
 MOST_STEPS = 127  # what the recurrence of one program holds in registers
 MOST_SAMPLES = 65535  # of a grid's second dimension
 
@@ -209,7 +209,7 @@ def store_dtype(z: Tensor, precision: float, eight_bits: bool = False) -> torch.
 def roundings(kept: torch.dtype, z: Tensor) -> tuple[float, float]:  # (batch, d)
     """Of a step beside it, and of its inner products, where those of its numbers average out."""
     coarse = torch.finfo(kept).eps
-    return coarse, torch.finfo(z.dtype).eps + coarse / z.shape[1] ** 0.5
+    return coarse, IN_SUMS * torch.finfo(z.dtype).eps + coarse / z.shape[1] ** 0.5
 
 
 def iterate(
@@ -471,7 +471,7 @@ class AndersonSweep(PlainSweep):
         self, t: int, g: Tensor, fz: Tensor, good: Tensor, absolute: Tensor, of_z: Tensor
     ) -> Tensor:  # -> (batch, d)
         stored = self._stored(t)
-        dots = torch.einsum("bjd,bd->bj", stored, g).double()
+        dots = (stored * g.unsqueeze(1)).sum(2).double()  # in pairs, as a kernel: more exactly
         first = max(0, t - self.memory)
         known = self.coordinates[:, first:t, :t]
         row = torch.einsum("bij,bj->bi", known, dots)
@@ -523,7 +523,7 @@ class AndersonSweep(PlainSweep):
         sound = change > noise_level(self.precision) * (of_z + absolute)
         # ‖Δg‖² is a difference of sums of this size.
         terms = (self.coordinates[:, t - 1, :t].abs() * length).sum(1)
-        sound &= change.square() > KNOWN**2 * self.blur * terms * (before + absolute)
+        sound &= change.square() > self.blur * terms * (before + absolute)
         self.keep[:, t - 1] = good & sound & exact
         if t > 1:
             self.keep[:, t - 2] &= exact

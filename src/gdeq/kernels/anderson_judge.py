@@ -9,7 +9,6 @@ from gdeq import product
 
 LEAST_SHARE = tl.constexpr(product.LEAST_SHARE)
 COARSEST = tl.constexpr(product.COARSEST)
-KNOWN = tl.constexpr(product.KNOWN)
 INFINITY = tl.constexpr(float("inf"))
 
 
@@ -93,8 +92,7 @@ def next_step(
     keeps = good & exact & (change > (noise * (of_z + new_absolute)).to(tl.float64))
     terms = tl.sum(tl.where(newest[:, None], tl.abs(known), 0.0), 0)
     terms = tl.sum(terms * tl.sqrt(tl.where(place == last, squared, lengths)), 0)
-    bound = KNOWN * KNOWN * blur * terms * (of_last + tl.sqrt(gg))
-    keeps = keeps & (change * change > bound)
+    keeps = keeps & (change * change > blur * terms * (of_last + tl.sqrt(gg)))
     kept = tl.where(newest, keeps, kept & (exact | (first + u < last - 1)))
     tl.store(keep + b * PLACES + first + u, kept.to(tl.int8), mask=inside & (first + u >= last - 1))
 
