@@ -350,6 +350,8 @@ def test_which_differences_are_kept_is_the_same_in_kernels(memory):
         if t:
             assert [bool(row[-1]) for row in kept[0]] == [t not in (3, 4)] * 2
         assert_near(made[1].steps[:, t], made[0].steps[:, t], 1e-6)
+    squares = made[1].gram.diagonal(dim1=1, dim2=2)[:, :8]  # for the size of later sums
+    assert_near(squares, made[1].steps[:, :8].square().sum(2), 1e-9)
 
 
 def test_a_sample_that_misses_the_tolerance_gets_its_best_iterate(form):
@@ -424,7 +426,7 @@ def test_samples_that_are_done_leave(form, monkeypatch):
         return deq.solution
 
     with choice.use(form), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # that it had no effect
+        warnings.filterwarnings("error", message=".*has no effect")
         expected = solution(False)
         given.clear()
         found = solution(True)
