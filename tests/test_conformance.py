@@ -98,7 +98,7 @@ class Case:
 
     @cached_property
     def inverse(self) -> Tensor:  # (batch, d, d)
-        """B_T⁻¹, each sample on its own up to its own number of steps; −I if the solver has none."""
+        """B_T⁻¹, each sample on its own up to its own number of steps; −I if there is none."""
         if self.row.rebuild is None:
             return -torch.eye(self.v.shape[1]).to(self.jacobian).expand_as(self.jacobian)
         start = pack(self.problem.z0)

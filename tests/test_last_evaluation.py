@@ -84,9 +84,9 @@ def test_it_is_the_same_with_one_call_less(kind, gradient, form, monkeypatch):
     [
         (GDEQ(), Broyden(STEPS, 1e-8)),  # the last iterate is not known beforehand
         (Implicit(Broyden(8, 1e-6)), Broyden(STEPS, 0.0)),  # f is evaluated twice with autograd
-        (JFB(), gdeq.Anderson(STEPS, 0.0)),  # not of the product form
+        (JFB(), gdeq.Picard(STEPS, 0.0)),  # in `gdeq.solve`'s own loop
     ],
-    ids=["tolerance", "second derivatives", "Anderson"],
+    ids=["tolerance", "second derivatives", "Picard"],
 )
 def test_where_it_is_not_done(gradient, solver, form, monkeypatch):
     problem = Dense(radius=0.9).to(DEVICE)

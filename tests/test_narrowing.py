@@ -609,9 +609,11 @@ def test_it_is_true_or_false():
     [
         ("off", gdeq.Broyden(tol=1e-3), "on a GPU with Triton"),
         ("plain", gdeq.Broyden(tol=0.0), "give the solver a tolerance"),
-        ("plain", gdeq.Anderson(tol=1e-3), "by Broyden(memory=None) alone, not Anderson"),
-        ("plain", gdeq.Broyden(tol=1e-3, memory=3), "by Broyden(memory=None) alone, not Broyden"),
+        ("plain", gdeq.Picard(tol=1e-3), "Broyden(memory=None) or Anderson(memory<=16), not Picard"),
+        ("plain", gdeq.Anderson(tol=1e-3, memory=17), "or Anderson(memory<=16), not Anderson"),
+        ("plain", gdeq.Broyden(tol=1e-3, memory=3), "or Anderson(memory<=16), not Broyden"),
         ("plain", gdeq.Broyden(tol=1e-3), None),
+        ("plain", gdeq.Anderson(tol=1e-3), None),
     ],
 )
 def test_where_no_sample_can_leave_is_said_once(kernels, solver, why):

@@ -56,6 +56,7 @@ from gdeq.state import Vectorized, VectorMap
 MOST_DIFFERENCES = 16  # of Anderson's method, whose system one program holds in registers
 LEAST_SHARE = 1e-3  # of g in Anderson's next step
 COARSEST = 0.1  # rounding of g, as the steps have it, beside g
+IN_SUMS = 20.0  # roundings that an inner product may be off
 MOST_STEPS = 127  # what the recurrence of one program holds in registers
 MOST_SAMPLES = 65535  # of a grid's second dimension
 
@@ -192,7 +193,7 @@ def applies(solver: Solver, z: Tensor, max_steps: int, inverse: Inverse | None) 
 
 def takes(solver: Solver, max_steps: int) -> bool:
     """Whether the method can be told by its steps."""
-    return _whole_broyden(solver, max_steps) or _short_anderson(solver)
+    return _whole_broyden(solver, max_steps) or short_anderson(solver)
 
 
 def _whole_broyden(solver: Solver, max_steps: int) -> bool:
@@ -204,7 +205,7 @@ def _whole_broyden(solver: Solver, max_steps: int) -> bool:
     )
 
 
-def _short_anderson(solver: Solver) -> bool:
+def short_anderson(solver: Solver) -> bool:
     return type(solver) is Anderson and solver.memory <= MOST_DIFFERENCES
 
 
@@ -217,6 +218,12 @@ def store_dtype(z: Tensor, precision: float, eight_bits: bool = False) -> torch.
     if z.dtype != torch.float32 or precision < torch.finfo(torch.float16).eps:
         return z.dtype
     return torch.int8 if eight_bits else torch.bfloat16
+
+
+def roundings(kept: torch.dtype, z: Tensor) -> tuple[float, float]:  # (batch, d)
+    """Of a step beside it, and of its inner products, where those of its numbers average out."""
+    coarse = torch.finfo(kept).eps
+    return coarse, IN_SUMS * torch.finfo(z.dtype).eps + coarse / z.shape[1] ** 0.5
 
 
 def iterate(
@@ -455,6 +462,8 @@ class AndersonSweep(PlainSweep):
     with a triangular L that gains a row with each step.  The inner products g_iᵀg_t =
     Σ_j L_ij s_jᵀg_t follow from those of one pass, and with them the small system for γ, which says
     what the next step is of g_t and the steps.
+
+    Steps are made of these g_i, so errors do not add up: that of row t is the rounding of s_t.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -462,7 +471,7 @@ class AndersonSweep(PlainSweep):
         assert isinstance(self.solver, Anderson)
         self.memory, self.mixing = self.solver.memory, self.solver.mixing
         self.ridge = self.solver.ridge(self.z.dtype)
-        self.coarse = torch.finfo(self.steps.dtype).eps
+        self.coarse, self.blur = roundings(self.steps.dtype, self.z)
         shape = self.gram.shape
         self.coordinates = self.z.new_zeros(shape, dtype=torch.float64)  # L
         self.products = self.z.new_zeros(shape, dtype=torch.float64)  # g_iᵀg_j
@@ -476,7 +485,7 @@ class AndersonSweep(PlainSweep):
         self, t: int, g: Tensor, fz: Tensor, good: Tensor, absolute: Tensor, of_z: Tensor
     ) -> Tensor:  # -> (batch, d)
         stored = self._stored(t)
-        dots = torch.einsum("bjd,bd->bj", stored, g).double()
+        dots = (stored * g.unsqueeze(1)).sum(2).double()  # in pairs, as a kernel: more exactly
         first = max(0, t - self.memory)
         known = self.coordinates[:, first:t, :t]
         row = torch.einsum("bij,bj->bi", known, dots)
@@ -487,7 +496,7 @@ class AndersonSweep(PlainSweep):
         of_dg = of_g.diff(dim=1).diff(dim=2)  # Δg_iᵀΔg_j
         right = of_g[:, :, -1].diff(dim=1)  # Δg_iᵀg_t
         size = of_dg.diagonal(dim1=1, dim2=2).clamp(min=0).sqrt()
-        self._judge_newest(t, size[:, -1], good, absolute, of_z, stored[:, -1])
+        self._judge_newest(t, size[:, -1], good, absolute, of_z, stored)
         used = self.keep[:, first:t] & (size > 0)
         size = torch.where(used, size, 1.0)
         both = used.unsqueeze(1) & used.unsqueeze(2)
@@ -515,16 +524,20 @@ class AndersonSweep(PlainSweep):
         good: Tensor,
         absolute: Tensor,
         of_z: Tensor,
-        newest: Tensor,  # (batch, d)
+        stored: Tensor,  # (batch, t, d)
     ) -> None:
         """Whether Δg_{t−1} is more than noise, and g_{t−1} what its coordinates say.
 
         They divide by what of g_{t−1} is in s_{t−1}, and so the rounding of the step too.
         """
         share = self.coordinates[:, t - 1, t - 1].abs()
-        rounding = self.coarse * share * norm(newest).double()
-        exact = rounding <= COARSEST * self.products[:, t - 1, t - 1].sqrt()
+        before = self.products[:, t - 1, t - 1].sqrt()
+        length = torch.linalg.vector_norm(stored, dim=2).double()
+        exact = self.coarse * share * length[:, -1] <= COARSEST * before
         sound = change > noise_level(self.precision) * (of_z + absolute)
+        # ‖Δg‖² is a difference of sums of this size.
+        terms = (self.coordinates[:, t - 1, :t].abs() * length).sum(1)
+        sound &= change.square() > self.blur * terms * (before + absolute)
         self.keep[:, t - 1] = good & sound & exact
         if t > 1:
             self.keep[:, t - 2] &= exact

@@ -45,7 +45,7 @@ def begin(b, gg, coordinates, products, lead, finite, mixing, PLACES: tl.constex
 @triton.jit
 def next_step(
     b, a, row, gg, of_z, new_absolute, good, count,
-    keep, weight, lead, coordinates, products, noise, mixing, ridge, coarse,
+    gram, keep, weight, lead, coordinates, products, noise, mixing, ridge, coarse, blur,
     MEMORY: tl.constexpr, WINDOW: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """a: s_jᵀg.  row: s_jᵀs of the newest step.  gg: ‖g‖²."""
@@ -60,6 +60,10 @@ def next_step(
     at = (first + u)[:, None] * PLACES + place[None, :]
     known = tl.load(of_l + at, mask=inside[:, None] & (place < count)[None, :], other=0.0)
     kept = tl.load(keep + b * PLACES + first + u, mask=inside & (first + u < last), other=0) != 0
+    # ‖s_j‖², on the diagonal of G, of which nothing else is needed
+    at = gram + (b * PLACES + place) * PLACES + place
+    lengths = tl.load(at, mask=place < last, other=0.0).to(tl.float64)
+    tl.store(at, row, mask=place == last)
 
     # g_iᵀg_t
     with_g = tl.sum(known * a.to(tl.float64)[None, :], 1)
@@ -83,9 +87,12 @@ def next_step(
     of_last = tl.sum(tl.where(newest, tl.sum(tl.where(diagonal, before, 0.0), 1), 0.0), 0)
     share = tl.sum(tl.where(place[None, :] == first + u[:, None], known, 0.0), 1)  # L_ii
     share = tl.abs(tl.sum(tl.where(newest, share, 0.0), 0))
-    rounding, bound = coarse * share * tl.sqrt(squared), COARSEST * tl.sqrt(of_last)
-    exact = tl.where(rounding <= bound, 1, 0) == 1
+    of_last = tl.sqrt(of_last)
+    exact = tl.where(coarse * share * tl.sqrt(squared) <= COARSEST * of_last, 1, 0) == 1
     keeps = good & exact & (change > (noise * (of_z + new_absolute)).to(tl.float64))
+    terms = tl.sum(tl.where(newest[:, None], tl.abs(known), 0.0), 0)
+    terms = tl.sum(terms * tl.sqrt(tl.where(place == last, squared, lengths)), 0)
+    keeps = keeps & (change * change > blur * terms * (of_last + tl.sqrt(gg)))
     kept = tl.where(newest, keeps, kept & (exact | (first + u < last - 1)))
     tl.store(keep + b * PLACES + first + u, kept.to(tl.int8), mask=inside & (first + u >= last - 1))
 

@@ -30,7 +30,7 @@ from gdeq.kernels.chunks import (
 from gdeq.kernels.product_judge import ACTIVE, REALS, STEPS, WHOLES, finish, judge
 from gdeq.ledger import flight_limit
 from gdeq.narrowing import first_active, gathered_parts
-from gdeq.product import ProductInverse, Settled, store_dtype
+from gdeq.product import ProductInverse, Settled, roundings, store_dtype
 from gdeq.recording import recording
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver, noise_level
@@ -90,7 +90,7 @@ def _dots(
     z, fz, last_fz, steps, scales, chunk_table, d, step_stride, scale_stride, arrived,
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
     coordinates, products,
-    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
     MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     NARROW: tl.constexpr, JUDGE: tl.constexpr, COUNTED: tl.constexpr, HALF: tl.constexpr,
     FIRST: tl.constexpr, MEASURED: tl.constexpr,
@@ -177,7 +177,7 @@ def _dots(
             judge(
                 b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
                 unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
-                noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, FIRST, MEASURED, WATCH,
+                noise, flight, mixing, ridge, coarse, blur, MEMORY, WINDOW, FIRST, MEASURED, WATCH,
                 RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
             )  # fmt: skip
 
@@ -187,7 +187,7 @@ def _judge(
     rows,
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
     coordinates, products,
-    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
     MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     NARROW: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
@@ -203,7 +203,7 @@ def _judge(
     judge(
         b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
         unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
-        noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, FIRST, MEASURED, WATCH,
+        noise, flight, mixing, ridge, coarse, blur, MEMORY, WINDOW, FIRST, MEASURED, WATCH,
         RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
     )  # fmt: skip
 
@@ -483,11 +483,11 @@ class Sweep:
         if not at_once:
             _judge[(evaluated,)](rows, *verdict, **common, **judging, num_warps=1)
 
-    def _mixing(self) -> tuple[float, float, float]:
+    def _mixing(self) -> tuple[float, float, float, float]:
         if not isinstance(self.solver, Anderson):
-            return 1.0, 0.0, 0.0
-        coarse = torch.finfo(self.steps.dtype).eps
-        return float(self.solver.mixing), self.solver.ridge(self.z.dtype), coarse
+            return 1.0, 0.0, 0.0, 0.0
+        coarse, blur = roundings(self.steps.dtype, self.z)
+        return float(self.solver.mixing), self.solver.ridge(self.z.dtype), coarse, blur
 
     def _move(self, t: int, fz: Tensor, counted: bool) -> None:
         d = self.z.shape[1]

@@ -78,7 +78,7 @@ def one_more(x, inner, diagonal, kept, of_column, place, row, column):
 def _judge_first(
     b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
     coordinates, products,
-    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
     MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     MEASURED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
@@ -176,7 +176,7 @@ def _next_step(
 def _judge_next(
     b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
     coordinates, products,
-    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
     MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     MEASURED: tl.constexpr, WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     PLACES: tl.constexpr, CHUNKS: tl.constexpr,
@@ -253,7 +253,7 @@ def _judge_next(
     if MEMORY:
         anderson_judge.next_step(
             b, a, row, gg, of_z, new_absolute, good, count,
-            keep, weight, lead, coordinates, products, noise, mixing, ridge, coarse,
+            gram, keep, weight, lead, coordinates, products, noise, mixing, ridge, coarse, blur,
             MEMORY, WINDOW, PLACES,
         )  # fmt: skip
     else:
@@ -293,7 +293,7 @@ def finish(b, real, whole, batch, precision, WATCH: tl.constexpr, RELATIVE_STOP:
 def judge(
     b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
     coordinates, products,
-    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
     MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
@@ -304,13 +304,13 @@ def judge(
         _judge_first(
             b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
             unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
-            noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, MEASURED, WATCH, RELATIVE_STOP,
-            LINEAR, PLACES, CHUNKS,
+            noise, flight, mixing, ridge, coarse, blur, MEMORY, WINDOW, MEASURED, WATCH,
+            RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
         )  # fmt: skip
     else:
         _judge_next(
             b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
             unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
-            noise, flight, mixing, ridge, coarse, MEMORY, WINDOW, MEASURED, WATCH, RELATIVE_STOP,
-            LINEAR, PLACES, CHUNKS,
+            noise, flight, mixing, ridge, coarse, blur, MEMORY, WINDOW, MEASURED, WATCH,
+            RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
         )  # fmt: skip
