@@ -79,6 +79,17 @@ def test_it_is_the_same_with_one_call_less(kind, gradient, form, monkeypatch):
         assert_near(found.backward.residual, expected.backward.residual, 1e-9)
 
 
+def test_by_anderson_too(form, monkeypatch):
+    problem, solver = Dense(radius=0.9).to(DEVICE), gdeq.Anderson(STEPS, 0.0, memory=3)
+    _, wanted, before = differentiated(problem, JFB(), solver)
+    in_the_solve(monkeypatch)
+    _, gradients, calls = differentiated(problem, JFB(), solver)
+    assert before == [False] * (STEPS + 1) + [True]
+    assert calls == [False] * STEPS + [True]
+    for a, b in zip(gradients, wanted, strict=True):
+        assert_near(a, b, 1e-12)
+
+
 @pytest.mark.parametrize(
     ("gradient", "solver"),
     [
