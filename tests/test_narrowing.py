@@ -609,7 +609,11 @@ def test_it_is_true_or_false():
     [
         ("off", gdeq.Broyden(tol=1e-3), "on a GPU with Triton"),
         ("plain", gdeq.Broyden(tol=0.0), "give the solver a tolerance"),
-        ("plain", gdeq.Picard(tol=1e-3), "Broyden(memory=None) or Anderson(memory<=16), not Picard"),
+        (
+            "plain",
+            gdeq.Picard(tol=1e-3),
+            "Broyden(memory=None) or Anderson(memory<=16), not Picard",
+        ),
         ("plain", gdeq.Anderson(tol=1e-3, memory=17), "or Anderson(memory<=16), not Anderson"),
         ("plain", gdeq.Broyden(tol=1e-3, memory=3), "or Anderson(memory<=16), not Broyden"),
         ("plain", gdeq.Broyden(tol=1e-3), None),

@@ -216,7 +216,7 @@ class Watched(TorchDispatchMode):
 def test_an_iterate_is_two_kernels_and_the_end_is_one(monkeypatch, tol):
     z, sizes, solver = torch.zeros(2, 150, device=DEVICE), [100, 50], gdeq.Broyden(4, tol)
     f = torch.linspace(0, 1, 300, device=DEVICE).bfloat16()
-    table = product.table(tuple(sizes), product.tuning.block, DEVICE)  # kept for ever
+    table = product.table(tuple(sizes), product.tuning.block, z.device)  # kept for ever
     state.split_buffer(z, sizes, torch.bfloat16)  # its table too
     with Watched(monkeypatch) as watched:
         sweep = product.Sweep(z, sizes, torch.bfloat16, solver, HALF, 4, None)
