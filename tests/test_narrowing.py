@@ -612,7 +612,7 @@ def test_it_is_true_or_false():
         (
             "plain",
             gdeq.Picard(tol=1e-3),
-            "Broyden(memory=None) or Anderson(memory<=16), not Picard",
+            "Broyden(memory=None) or Anderson(memory<=16), not Pic",
         ),
         ("plain", gdeq.Anderson(tol=1e-3, memory=17), "or Anderson(memory<=16), not Anderson"),
         ("plain", gdeq.Broyden(tol=1e-3, memory=3), "or Anderson(memory<=16), not Broyden"),

@@ -85,8 +85,11 @@ def test_a_key_like_nothing(gdeq):
         ("device=tpu", "error: device must be auto, cpu or cuda, got 'tpu'"),
         ("data=mnist", "error: data must be 'digits'"),
         ("epochs=[1", "epochs: cannot read the value '[1'"),
-        ("solver=picard", "solver=picard builds none; use solver=broyden, or another gradient"),
-        ("solver=anderson", "solver=anderson builds none; use solver=broyden, or another gradient"),
+        (
+            "solver=picard",
+            "solver=picard builds none; use solver=broyden, gradient.refine=1 (which",
+        ),
+        ("solver=anderson", "=anderson builds none; use solver=broyden, gradient.refine=1 (which"),
         (
             "gradient.tolerance=-1",
             "error: gradient.tolerance must be above 0 and at most 1, got -1.0",

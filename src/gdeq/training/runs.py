@@ -245,7 +245,7 @@ def _tell_replaced(own: Solver, methods: dict[str, Gradient], tell: Callable[[st
     if replaced:
         tell(
             f"the run's solver, {type(own).__name__}, leaves no inverse to reuse: "
-            f"{', '.join(replaced)} are solved by {others[replaced[0]]}"
+            f"for {', '.join(replaced)} it is solved by {others[replaced[0]]}"
         )
 
 
