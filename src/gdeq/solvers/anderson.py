@@ -27,7 +27,8 @@ class Anderson(Solver):
         γ = argmin ‖g − ΔG γ‖² + λ ‖D γ‖²,      D = diag ‖Δg_i‖
         z ← z + β g − (ΔZ + β ΔG) γ
 
-    memory: the differences of so many steps are kept.
+    memory: the differences of so many steps are used.  On a GPU all steps of a solve are kept, in
+        half precision where f computes in it (`gdeq.product.AndersonSweep`).
     mixing: β in (0, 1].
     regularization: λ, relative to the size of each difference, so that it has no unit; never
         taken below the rounding level of the dtype.
