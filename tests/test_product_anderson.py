@@ -339,8 +339,8 @@ def test_which_differences_are_kept_is_the_same_in_kernels(memory):
     values[6, 0] = values[5, 0] + 1e-3 * values[6, 0]  # to some
     values[7] *= 0.01
     z0 = torch.zeros(2, 20, dtype=F64, device=DEVICE)
-    kinds, solver = (AndersonSweep, fused.Sweep), gdeq.Anderson(8, 0.0, memory=memory)
-    made = [kind(z0, [20], F64, solver, 2.0**-52, 8, None) for kind in kinds]
+    kinds, solver = (AndersonSweep, fused.Sweep), gdeq.Anderson(9, 0.0, memory=memory)
+    made = [kind(z0, [20], F64, solver, 2.0**-52, 9, None) for kind in kinds]
     for t, g in enumerate(values.to(DEVICE)):
         kept = []
         for sweep in made:
@@ -443,6 +443,8 @@ def test_samples_that_are_done_leave(form, monkeypatch):
         gdeq.JFB(),
         gdeq.NPG(),
         gdeq.Implicit(gdeq.Broyden(5, 0.0)),
+        gdeq.GDEQ(refine=2),
+        gdeq.GDEQ(tolerance=0.1, max_refine=3),
         gdeq.Implicit(gdeq.Anderson(5, 0.0, memory=3)),
         gdeq.Implicit(gdeq.Anderson(8, 1e-3, memory=3, mixing=0.7)),
     ],
@@ -460,6 +462,18 @@ def test_gradients_are_those_of_the_readable_form(form, gradient):
 
     for expected, found in zip(*both(form, work), strict=True):
         assert_near(found, expected, 1e-6 if "0.7" in repr(gradient) else 1e-9)
+
+
+@pytest.mark.parametrize("tol", [0.0, 1e-12])
+def test_no_step_is_made_that_nobody_takes(tol, monkeypatch):
+    problem, steps = Dense(batch=2, radius=0.5).to(DEVICE), []
+    move = fused.Sweep._move
+    monkeypatch.setattr(fused.Sweep, "_move", lambda *args, **k: steps.append(move(*args, **k)))
+    with choice.use("triton"):
+        gdeq.solve(problem, problem.z0, gdeq.Anderson(3, tol))
+        assert len(steps) == 3
+        gdeq.solve(problem, problem.z0, gdeq.Broyden(3, tol))
+        assert len(steps) == 3 + 4  # its inverse has one more
 
 
 def test_a_layer_trains_with_it(form):

@@ -131,9 +131,8 @@ def no_inverse(x: Tensor) -> ProductInverse:  # (batch, d)
     """−I for vectors like this one: no factor, and the one step that a store must have is zero."""
     batch, d = x.shape
     keep = torch.zeros(batch, 1, dtype=torch.bool, device=x.device)
-    return ProductInverse(
-        x.new_zeros(batch, 1, d, dtype=torch.bfloat16), x.new_zeros(batch, 1, 1), keep
-    )
+    step = x.new_zeros(1, 1, d, dtype=torch.bfloat16).expand(batch, 1, d)  # one for all
+    return ProductInverse(step, x.new_zeros(batch, 1, 1), keep)
 
 
 class Settled(NamedTuple):

@@ -471,13 +471,18 @@ def test_the_head_with_zeros_beside_its_channels_computes_the_same(
         head = copy.deepcopy(first)
         seen = []
 
-        def hook(_, given, y, seen=seen):
-            seen.append((given[0].shape[1], y.shape[1]))
+        def watched(forward, seen=seen):
+            def call(x):
+                y = forward(x)
+                seen.append((x.shape[1], y.shape[1]))
+                return y
+
+            return call
 
         for widen in head.widen:
             for layer in list(widen.body)[1:]:
-                if isinstance(layer, nn.Conv2d):
-                    layer.register_forward_hook(hook)
+                if isinstance(layer, nn.Conv2d):  # not by a hook, which would see zeros
+                    layer.forward = watched(layer.forward)
         inputs = [part.clone().requires_grad_() for part in z]
         with layers.made_ready(head, z[0]):
             joined = norm == "group" and multiple == 8
@@ -638,3 +643,38 @@ def test_the_head_averages_without_overflow(device):
     torch.testing.assert_close(average(y), y.mean(dim=(2, 3)))
     assert torch.autograd.gradcheck(average, y)
     assert torch.autograd.gradgradcheck(average, y)
+
+
+@pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
+def test_float32_states_in_a_head_with_room(monkeypatch):
+    """Their convolutions are PyTorch's, without zeros beside the channels."""
+    torch.manual_seed(0)
+    head = model_file.Head(named("tiny", outer_norm="group", head_channels=(14, 28)))
+    z = [torch.randn(2, w, 8 >> i, 8 >> i) for i, w in enumerate(named("tiny").channels)]
+    with torch.no_grad():
+        truth = head(z)
+    half = lambda x, dtype=None: (dtype or x.dtype).itemsize == 2  # noqa: E731
+    monkeypatch.setattr(layers, "runs_as_kernels", half)
+    monkeypatch.setattr(model_file, "runs_as_kernels", half)
+    few_programs(monkeypatch)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        given = z[0].bfloat16()
+        with layers.made_ready(head, given):
+            assert any(getattr(m, "room", None) for m in head.modules())
+            found = head(z)
+    assert (found - truth).norm() < 0.03 * truth.norm()
+
+
+@pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_a_module_with_a_hook_is_watched(hook, everywhere):
+    module = torch.nn.Linear(2, 2)
+    assert layers.unwatched(module)
+    register = getattr(
+        torch.nn.modules.module if everywhere else module,
+        f"register_module_{hook}_hook" if everywhere else f"register_{hook}_hook",
+    )
+    handle = register(lambda *_: None)
+    assert not layers.unwatched(module)
+    handle.remove()
+    assert layers.unwatched(module)

@@ -22,6 +22,7 @@ from gdeq.kernels.jit import jit, tl, triton
 
 enabled = True  # for comparisons
 MOST_CLASSES = 1024
+MOST = 65536  # numbers of one program; beyond, PyTorch's many are faster, by guess
 TILE = 2048  # numbers at once, in one program
 
 
@@ -34,6 +35,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) 
     """The mean over the batch, in float32 at least.
 
     logits: (batch, classes).  labels: (batch,), each a class, or probabilities (batch, classes).
+    Labels are trusted: none is ignored (PyTorch's −100), and one that is no class has no target.
     """
     if not _takes(logits, labels):
         return cross_entropy_plain(logits, labels, label_smoothing)
@@ -46,7 +48,7 @@ def _takes(logits: Tensor, labels: Tensor) -> bool:
         return False
     soft = labels.is_floating_point() and labels.shape == logits.shape
     hard = labels.dtype == torch.int64 and labels.shape == logits.shape[:1]
-    few = logits.dim() == 2 and 0 < logits.shape[1] <= MOST_CLASSES and len(logits) > 0
+    few = logits.dim() == 2 and 0 < logits.shape[1] <= MOST_CLASSES and 0 < logits.numel() <= MOST
     return (soft or hard) and few and logits.dtype != torch.float64
 
 

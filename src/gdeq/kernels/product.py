@@ -417,7 +417,8 @@ class Sweep:
             self._grow()
         with on_device(self.z):
             self._judge(t, fz, counted=False)
-            self._move(t, fz, counted=False)
+            if not self.memory or t < self.max_steps:  # a last step would be of use for B⁻¹ alone
+                self._move(t, fz, counted=False)
         if not self.measured:
             return
         # An f that writes into the same memory at each call (of a size) would leave no trace of the

@@ -11,6 +11,9 @@ with branches.on(0):
     branches.reads(y)
     total = y + z
 branches.join([total])       # y and z are kept until here
+
+A branch begins by waiting for the stream on which it was opened: memory that was freed there is not
+written before all that read it is done.
 """
 
 from __future__ import annotations

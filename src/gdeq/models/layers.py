@@ -62,7 +62,11 @@ def runs_as_kernels(x: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 def unwatched(module: nn.Module) -> bool:
     """Whether it need not be called itself: no hook waits for that."""
-    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+    of_all = nn.modules.module
+    shared = of_all._global_forward_hooks, of_all._global_forward_pre_hooks
+    back = module._backward_pre_hooks, of_all._global_backward_hooks
+    return not any((*own, *shared, *back, of_all._global_backward_pre_hooks))
 
 
 class Conv2d(nn.Conv2d):
@@ -92,7 +96,8 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor, relu: bool = False) -> Tensor:
         if runs_as_kernels(x):
-            room = 0 if self.room is None else self.room - self.num_channels
+            # Of x itself: a float32 x may have come by a convolution that was not made ready.
+            room = 0 if self.room is None else x.shape[1] - self.num_channels
             affine = self.affine_tensors()
             return norm_act(x, self.num_groups, *affine, self.eps, relu, room=room)
         y = super().forward(x)
@@ -289,6 +294,8 @@ def _rooms(parts: Sequence[Layers]) -> list[tuple[Conv2d, Any, Conv2d, int]]:
         layers: list[Any] = list(part)
         for one, norm, act, two in zip(layers, layers[1:], layers[2:], layers[3:], strict=False):
             if not (_has_room(one) and _has_room(two) and type(act) is nn.ReLU):
+                continue
+            if not (unwatched(one) and unwatched(norm) and unwatched(two)):  # they would see zeros
                 continue
             room = -(-one.out_channels // MULTIPLE) * MULTIPLE
             if two.in_channels < room and _takes_room(norm, two.in_channels, room):

@@ -184,10 +184,11 @@ class MDEQ(nn.Module):
             with branches.on(1):
                 opened.enter_context(made_ready(self.head, images))
                 branches.mark("head")
-            opened.enter_context(hold(self.deq.cell))
+            cell = getattr(self.deq, "cell", None)  # a user may have put another layer there
+            opened.enter_context(hold(cell))
             with branches.on(2):
                 if aside:
-                    mdeq_fused.prepare_early(self.deq.cell, images)
+                    mdeq_fused.prepare_early(cell, images)
                 branches.mark("cell")
             injection = self.stem(images)
             branches.await_("cell")
