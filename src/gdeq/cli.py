@@ -243,8 +243,13 @@ def similarity(
     measured = runs.measure_similarity(
         run, epochs, batches, batch_size, data, device, exact_tol, console.print
     )
+    began = time.monotonic()
     for record in measured:
-        found.setdefault(record["epoch"], []).append(record)
+        records = found.setdefault(record["epoch"], [])
+        if not records or records[-1]["batch"] != record["batch"]:  # minutes, on a CPU
+            told = f"epoch {record['epoch']}: mini-batch {record['batch'] + 1} of {batches}"
+            console.print(f"{told} is solved, {time.monotonic() - began:.0f} s")
+        records.append(record)
     if exact_tol > ROUGH:
         console.print(f"warning: with --exact-tol {exact_tol:g} the exact gradient is a rough one")
     for epoch, records in found.items():
@@ -252,6 +257,7 @@ def similarity(
             console.print(text)
     if not any(record["solved"] for records in found.values() for record in records):
         raise typer.Exit(1)
+    console.print(f"kept in {run / 'similarity.jsonl'}")
 
 
 def similarity_lines(epoch: int, records: list[dict[str, Any]], exact_tol: float) -> Iterator[str]:

@@ -275,6 +275,9 @@ def test_similarity_of_a_run_without_an_inverse(gdeq, run, solver):
     assert code == 0, said
     assert f"the run's solver, {solver.title()}, leaves no inverse to reuse: for GDEQ it" in said
     assert "for GDEQ it is solved by Broyden(max_iter=3, tol=0.001" in said
+    assert "epoch 1: mini-batch 1 of 1 is solved, " in said
+    assert "kept in " in said
+    assert "similarity.jsonl" in said
     used = {r["method"]: r["solver"] for r in records_of(run)}
     assert used.keys() == METHODS
     for method, name in used.items():
