@@ -14,8 +14,8 @@ from torch import Tensor
 
 import gdeq
 from gdeq import narrowing
+from gdeq.anderson_steps import AndersonSweep
 from gdeq.kernels import choice
-from gdeq.product import AndersonSweep
 from gdeq.solution import Status
 from gdeq.solve import iterate
 from pairs import pairs

@@ -1,14 +1,14 @@
-"""`gdeq.product.AndersonSweep._learn` for one sample, from its inner products: in one warp."""
+"""`gdeq.anderson_steps.AndersonSweep._learn` for one sample, from its inner products; one warp."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from gdeq import product
+from gdeq import anderson_steps
 
-LEAST_SHARE = tl.constexpr(product.LEAST_SHARE)
-COARSEST = tl.constexpr(product.COARSEST)
+LEAST_SHARE = tl.constexpr(anderson_steps.LEAST_SHARE)
+COARSEST = tl.constexpr(anderson_steps.COARSEST)
 INFINITY = tl.constexpr(float("inf"))
 
 

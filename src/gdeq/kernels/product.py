@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdeq.anderson_steps import roundings
 from gdeq.eight_bits import Scales
 from gdeq.kernels import state
 from gdeq.kernels.choice import on_device
@@ -30,7 +31,7 @@ from gdeq.kernels.chunks import (
 from gdeq.kernels.product_judge import ACTIVE, REALS, STEPS, WHOLES, finish, judge
 from gdeq.ledger import flight_limit
 from gdeq.narrowing import first_active, gathered_parts
-from gdeq.product import ProductInverse, Settled, roundings, store_dtype
+from gdeq.product import ProductInverse, Settled, store_dtype
 from gdeq.recording import recording
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver, noise_level
