@@ -143,6 +143,7 @@ def test_convergence(collected):
     first = next(e for e in epochs if e["test_accuracy"] >= 92)
     assert (float(one["seconds"]), int(one["epoch"])) == (first["seconds"], first["epoch"])
     text = (out / "convergence.md").read_text()
+    assert "50 epochs" not in text  # planned with pre-training alone
     unfinished = "not reached (unfinished: epoch 3 of 12)"
     assert row_of(text, "JFB")[2:] == [unfinished] * 2
     assert row_of(text, "NPG")[1:] == [reading.NOT_YET] * 3

@@ -220,6 +220,8 @@ def moments_text(made: Sequence[Made]) -> str:
     found = moments(made)
     lines = []
     for row, some in in_table(made).items():
+        if some and all(one.planned.pretrain for one in some):
+            continue
         own = [line for line in found if line[0] == title(row)]
         states = [one.state for one in some if not one.planned.pretrain and not one.finished]
         under_way = [state for state in states if state != NOT_YET]
