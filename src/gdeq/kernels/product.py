@@ -530,17 +530,19 @@ class Sweep:
 
     def settle(self, last: int) -> Settled:
         codes, residual, taken, kept = self._settle()
-        scales = Scales(self.scales, self.sizes, tuning.block).first(last + 1)
-        inverse = ProductInverse(
-            self.steps[:, : last + 1],
-            self.gram,
-            kept.view(torch.bool),
-            scales=scales if self.scaled else None,
-        )
+        inverse = None
+        if not self.memory:
+            scales = Scales(self.scales, self.sizes, tuning.block).first(last + 1)
+            inverse = ProductInverse(
+                self.steps[:, : last + 1],
+                self.gram,
+                kept.view(torch.bool),
+                scales=scales if self.scaled else None,
+            )
         # They have gone back with z.  The graph of an f that was differentiated in the solve reads
         # the same memory: for a sample whose f was not finite there, so neither is its gradient.
         parts = self.parts if self._all_in_parts() else None
-        return Settled(self.z, parts, residual, taken, codes, None if self.memory else inverse)
+        return Settled(self.z, parts, residual, taken, codes, inverse)
 
     def _all_in_parts(self) -> bool:
         return self.in_parts and self.rows is None
