@@ -71,7 +71,7 @@ OWN: dict[str, tuple[str, ...]] = {
         *("solver=anderson", "gradient=gdeq", "gradient.refine=1"),
         *("adapt.enabled=true", "adapt.forward=0.08", "adapt.backward=0.55"),
         *("adapt.steps=[3,4,5,6,7,8]", "adapt.refine=[1,2,3]", "adapt.room=0.5"),
-        *("optimizer.lr=0.01", "epochs=28", "measure_every=10"),
+        *("optimizer.lr=0.01", "epochs=30", "measure_every=10"),
     ),
     # The same without adapting anything: what of its result is the rate and the epochs.
     "gdeq-6steps": (
