@@ -159,7 +159,7 @@ def test_an_inverse_that_is_far_off_does_not_carry_w_away(refine):
     inverse = LowRankInverse(-3000 * a[:, None], b[:, None])
     exact = torch.linalg.solve(systems, v)
     reused = inverse.negative_matvec(v)
-    w = GDEQ(refine=refine)._refine(reused, v, lambda w: w - times(systems, w), inverse, 1e-16)
+    w, _ = GDEQ(refine=refine)._refine(reused, v, lambda w: w - times(systems, w), inverse, 1e-16)
 
     def error(w):
         return ((w - exact).norm(dim=1) / exact.norm(dim=1)).median().item()

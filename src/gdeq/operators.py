@@ -23,8 +23,7 @@ class Refinement:
 
     times: int  # products with Jᵀ
     precision: float  # of f
-    amplification: float
-    setback: float
+    growth: float
 
 
 class Inverse:
@@ -52,8 +51,12 @@ class Inverse:
         """B⁻ᵀx."""
         return self.T.matvec(x)
 
-    def refined(self, w: Tensor, v: Tensor, vjp: Vectorized, how: Refinement) -> Tensor | None:
+    def refined(
+        self, w: Tensor, v: Tensor, vjp: Vectorized, how: Refinement
+    ) -> tuple[Tensor, Tensor] | None:
         """What `gdeq.GDEQ` makes of w = −B⁻¹v, (batch, d), where that is fused; else None.
+
+        With it, (batch,), how far the last step went.
 
         Then `GDEQ._refine` does the same in more passes over memory.
         """

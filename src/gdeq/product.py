@@ -85,7 +85,9 @@ class ProductInverse(Inverse):
         """−B⁻¹x, the sign at no cost: w = −B⁻ᵀv is ``inverse.T.negative_matvec(v)``."""
         return self._apply(x, negative=True)
 
-    def refined(self, w: Tensor, v: Tensor, vjp: Vectorized, how: Refinement) -> Tensor | None:
+    def refined(
+        self, w: Tensor, v: Tensor, vjp: Vectorized, how: Refinement
+    ) -> tuple[Tensor, Tensor] | None:
         # The kernels are of the one form that GDEQ asks for, and have no derivative.
         of_the_kind = self.transposed and v.dtype == w.dtype == self.gram.dtype
         if not _in_kernels(v) or not of_the_kind or torch.is_grad_enabled():

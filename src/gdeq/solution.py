@@ -57,6 +57,7 @@ class Cotangent:
     residual: Tensor | None = None  # (batch,) ‖v − (I − Jᵀ)w‖ / ‖v‖ where measured
     tolerance: float | None = None  # what the residual was to be brought under
     fell_back: Tensor | None = None  # (batch,)
+    error: Tensor | None = None  # (batch,) an estimate of ‖w − w*‖/‖w*‖
 
     @property
     def converged(self) -> Tensor | None:  # (batch,)
@@ -70,7 +71,9 @@ class Cotangent:
 class BackwardRecord:
     """What the last backward pass through this solution did.
 
-    ``residual`` is ‖(I − Jᵀ)w − v‖/‖v‖ per sample, None where it was not measured.
+    ``residual`` is ‖(I − Jᵀ)w − v‖/‖v‖ per sample, None where it was not measured.  ``error``, of
+    `GDEQ` with ``refine``, is how far the last VJP moved w, ‖Δw‖/‖w‖: an estimate of the relative
+    error of w that costs nothing.
     """
 
     gradient: str = ""
@@ -79,6 +82,7 @@ class BackwardRecord:
     converged: Tensor | None = None  # (batch,), where there was a tolerance
     fell_back: Tensor | None = None  # (batch,): used JFB's gradient because their own was worse
     tolerance: float | None = None
+    error: Tensor | None = None  # (batch,)
     done: bool = False
 
     def write(self, gradient: object, found: Cotangent) -> None:
@@ -87,7 +91,7 @@ class BackwardRecord:
         own = type(gradient).__name__
         self.gradient = own if inner is None else f"{own} {type(inner).__name__}"
         self.vjps, self.fell_back, self.tolerance = found.vjps, found.fell_back, found.tolerance
-        self.residual = self.converged = None
+        self.residual, self.converged, self.error = None, None, found.error
         if found.residual is not None:
             self.measured(found.residual)
         self.done = True
@@ -113,6 +117,8 @@ class BackwardRecord:
             text += ", residual not measured"
         elif self.residual.numel():
             text += f", residual at most {self.residual.max().item():.1e}"
+        if self.error is not None and self.error.numel():
+            text += f", error about {self.error.median().item():.1e} in the middle"
         if self.converged is not None:
             text += f", {count(int((~self.converged).sum()), 'sample')} above the tolerance"
         if self.fell_back is not None:

@@ -154,7 +154,7 @@ def test_the_penalty_rises_on_the_top_rung_alone_and_is_bounded():
     assert not made.exhausted
 
 
-def test_the_penalty_rises_for_the_backward_residual_too():
+def test_the_penalty_rises_for_the_backward_error_too():
     made = controller(refine=(0, 1), penalty_least=0.1)
     made.look(1e-3, 0.9)
     assert made.choice == adapting.Choice(4, 1, 0.0)
@@ -322,8 +322,8 @@ def scripted(made, choices):
     class Scripted(adapting.Controller):
         choice = left[0]
 
-        def look(self, residual, backward_residual):
-            seen.append((residual, backward_residual))
+        def look(self, residual, backward_error):
+            seen.append((residual, backward_error))
             self.choice = left[len(seen)] if len(seen) < len(left) else self.choice
             return self.choice
 
@@ -376,18 +376,23 @@ def test_the_weight_that_was_chosen_is_in_the_objective(trainer):
 def test_it_is_shown_the_means_since_the_last_look(tmp_path, few_images):
     run = tmp_path / "run"
     settings = [*TINY, "adapt.enabled=true", "solver.tol=0", "adapt.every=2", "epochs=3"]
+    settings += ["adapt.refine=[0,1]", "adapt.backward=1e-9"]  # it begins with none
     seen = []
     real = adapting.Controller.look
 
-    def noted(self, residual, backward_residual):
-        seen.append((residual, backward_residual))
-        return real(self, residual, backward_residual)
+    def noted(self, residual, backward_error):
+        seen.append((residual, backward_error))
+        return real(self, residual, backward_error)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapting.Controller, "look", noted)
         runs.train(run, configs.load("digits", settings))
     lines = [r for r in training_runs.metrics(run) if r["kind"] == "step"]
-    values = [(r["residual"], r["backward_residual"]) for r in lines]
+    # Without a VJP, the residual for the error.
+    errors = [r["backward_error"] if r["refine"] else r["backward_residual"] for r in lines]
+    assert {r["refine"] > 0 for r in lines} == {False, True}
+    assert all((r["backward_error"] is None) == (r["refine"] == 0) for r in lines)
+    values = list(zip((r["residual"] for r in lines), errors, strict=True))
     assert PER_EPOCH == 3
     # Steps 2, 4, 6, 8 of 9, over the ends of epochs.
     windows = [values[0:2], values[2:4], values[4:6], values[6:8]]
@@ -426,7 +431,7 @@ def test_a_warning_once_an_epoch(trainer):
     texts = []
     made.progress.say = texts.append
     made.fit()
-    warnings = [text for text in texts if text.startswith("warning: mean residuals of ")]
+    warnings = [text for text in texts if text.startswith("warning: a mean residual of ")]
     assert len(warnings) == 3
     assert "at step 2, with all the steps" in warnings[0]
     assert "lower optimizer.lr, or raise adapt.forward" in warnings[0]

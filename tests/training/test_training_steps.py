@@ -235,7 +235,7 @@ def test_an_update_on_a_gpu_asks_the_host_nothing(tmp_path, name):
 @pytest.mark.parametrize("backward", [False, True])
 def test_sums_by_hand(trainer, backward):
     made = trainer("gradient.name=gdeq", f"gradient.refine={int(backward)}")
-    expected = torch.zeros(7, dtype=torch.float64)
+    expected = torch.zeros(9, dtype=torch.float64)
     for images, labels in batches(made):
         made.one_step(images, labels)
         made.sums.clear()
@@ -244,6 +244,11 @@ def test_sums_by_hand(trainer, backward):
         logits, loss = torch.randn(count, 10), torch.rand(())
         assert (solution.record.residual is not None) == backward
         found = [float(x) for x in solution.record.residual] if backward else []
+        errors = []
+        if backward:
+            assert (solution.record.error < 1).all()
+            solution.record.error[0] = torch.inf  # as of a w that was not taken
+            errors = [min(1.0, float(x)) for x in solution.record.error]
         expected += torch.tensor(
             [
                 count,
@@ -253,6 +258,8 @@ def test_sums_by_hand(trainer, backward):
                 sum(float(x) for x in solution.steps),
                 sum(found),
                 len(found),
+                sum(errors),
+                len(errors),
             ],
             dtype=torch.float64,
         )
@@ -679,7 +686,8 @@ def test_a_number_that_is_not_finite_is_in_its_own_window_alone():
     for step in range(12):
         if step % 6 == 0:
             sums.clear()
-        sums.values[:, :] += torch.tensor([1.0, 1, 1, 0.1, 4, math.inf if step == 2 else 0.5, 1])
+        backward = math.inf if step == 2 else 0.5
+        sums.values[:, :] += torch.tensor([1.0, 1, 1, 0.1, 4, backward, 1, 0.0, 0])
         if step % 4 == 3:
             found.append(sums.read_since_look(CPU)["backward_residual"])
             sums.look()

@@ -7,9 +7,9 @@ steps s_j and of the t_i:
     q = r + Σ_j x_j s_j + Σ_{0<i≤k} x_{n+i} t_i.
 
 So the inner products of r and of t_k with all of these, taken in the pass that makes r, and the
-Gram matrix, which gains the row of t_k, say what x, t_kᵀq and ‖q‖² are, and how long the step may
-be.  The second pass takes it.  As in a solve (`gdeq.kernels.product_judge`), these numbers are as
-exact as x is.
+Gram matrix, which gains the row of t_k, say what x, t_kᵀq and ‖q‖² are, and how long w would be
+after the step.  The second pass takes it.  As in a solve (`gdeq.kernels.product_judge`), these
+numbers are as exact as x is.
 
 Norms are of the dtype of v, and overflow where those of the plain form do.
 """
@@ -62,7 +62,7 @@ def _look(
 ):  # fmt: skip
     """r = v + Jᵀw − w; its inner products, and t_k's, with all s_j and t_i: one chunk of each.
 
-    And ‖r‖², ‖v‖², ‖w‖² and ‖r − before‖².  FIRST: t_k is w, and v the residual before.  LAST: no
+    And ‖r‖², ‖w‖² and ‖r − before‖².  FIRST: t_k is w, and v the residual before.  LAST: no
     other step asks for r.
     """
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -79,11 +79,10 @@ def _look(
         change = r - tl.load(before + in_rows, mask=inside, other=0.0)
     if not LAST:
         tl.store(r_out + in_rows, r, mask=inside)
-    at = norms + (b * chunks + chunk) * 4
+    at = norms + (b * chunks + chunk) * 3
     tl.store(at, tl.sum(r * r, 0))
-    tl.store(at + 1, tl.sum(right * right, 0))
-    tl.store(at + 2, tl.sum(here * here, 0))
-    tl.store(at + 3, tl.sum(change * change, 0))
+    tl.store(at + 1, tl.sum(here * here, 0))
+    tl.store(at + 2, tl.sum(change * change, 0))
     out = partial + (b * chunks + chunk) * 2 * PLACES
     of_newest = out + PLACES
     tl.store(out + count + taken, tl.sum(newest * r, 0))
@@ -126,8 +125,8 @@ def _at(x, p, where):
 
 @triton.jit(do_not_specialize=["count", "taken"])
 def _decide(
-    norms, partial, gram, keep, weight, lead, verdict, best, least,
-    chunks, count, taken, eps, noise, amplification, setback,
+    norms, partial, gram, keep, weight, lead, verdict, best, least, of_best, error,
+    chunks, count, taken, eps, noise, growth,
     FIRST: tl.constexpr, LAST: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """All that `_refine` makes of inner products, and x by `transposed_weights`: one sample."""
@@ -143,25 +142,24 @@ def _decide(
     diagonal = tl.load(of_b + factor * (PLACES + 1), mask=known, other=1.0)
     kept = tl.load(keep + b * PLACES + factor, mask=known, other=0) != 0
     a, row = tl.zeros((PLACES,), dtype=kind), tl.zeros((PLACES,), dtype=kind)  # of r, of t_k
-    rr, vv = tl.zeros((CHUNKS,), dtype=kind), tl.zeros((CHUNKS,), dtype=kind)
-    ww, yy = tl.zeros((CHUNKS,), dtype=kind), tl.zeros((CHUNKS,), dtype=kind)
+    rr, ww = tl.zeros((CHUNKS,), dtype=kind), tl.zeros((CHUNKS,), dtype=kind)
+    yy = tl.zeros((CHUNKS,), dtype=kind)
     for start in range(0, chunks, CHUNKS):
         c = start + tl.arange(0, CHUNKS)
         here = c < chunks
         where = partial + ((b * chunks + c) * 2 * PLACES)[:, None] + p[None, :]
         a += tl.sum(tl.load(where, mask=here[:, None], other=0.0), 0)
         row += tl.sum(tl.load(where + PLACES, mask=here[:, None], other=0.0), 0)
-        at = norms + (b * chunks + c) * 4
+        at = norms + (b * chunks + c) * 3
         rr += tl.load(at, mask=here, other=0.0)
-        vv += tl.load(at + 1, mask=here, other=0.0)
-        ww += tl.load(at + 2, mask=here, other=0.0)
-        yy += tl.load(at + 3, mask=here, other=0.0)
+        ww += tl.load(at + 1, mask=here, other=0.0)
+        yy += tl.load(at + 2, mask=here, other=0.0)
     a, row = tl.where(p <= last, a, 0.0), tl.where(p <= last, row, 0.0)
     of_r = tl.sum(rr, 0)  # ‖r‖²
-    size, of_v, of_w = tl.sqrt(of_r), tl.sqrt(tl.sum(vv, 0)), tl.sqrt(tl.sum(ww, 0))
+    size, of_w = tl.sqrt(of_r), tl.sqrt(tl.sum(ww, 0))
     change = tl.sqrt(tl.sum(yy, 0))
     good = size < INFINITY
-    now = tl.where(good, TAKEN, SKIPPED)  # without another w, this one is the result
+    was, shortest = good, of_w  # ‖w‖ where ‖r‖ was the smallest
     if FIRST:
         tl.store(best + b, 0)
         tl.store(least + b, size)
@@ -169,13 +167,10 @@ def _decide(
         was, smallest = tl.load(verdict + b) == TAKEN, tl.load(least + b)
         good = good & was
         better = good & (size < smallest)
-        smallest = tl.where(better, size, smallest)
-        if LAST:
-            good = good & (size <= setback * smallest)
-        now = tl.where(good, TAKEN, tl.where(was, TAKEN_BACK, SKIPPED))
+        shortest = tl.where(better, of_w, tl.load(of_best + b))
         tl.store(best + b, tl.where(better, taken, tl.load(best + b)))
-        tl.store(least + b, smallest)
-    tl.store(verdict + b, now)
+        tl.store(least + b, tl.where(better, size, smallest))
+    tl.store(of_best + b, shortest)
 
     # x, first of the forward solve's factors, then of those that were made here
     x = tl.zeros((PLACES,), dtype=kind)
@@ -202,13 +197,21 @@ def _decide(
     sound = sound & (change > noise * (of_w + size))
     longer = tl.where(sound, squared / denominator, 1.0)
     if LAST:
-        bound = amplification * size * (of_w / of_v)
-        share = bound / (tl.abs(longer) * tl.sqrt(of_q))
-        longer *= tl.where(share < 1, share, 1.0)  # 0/0: no step
+        # w is the sum of all t_i, so wᵀq that of their places in `inner`.
+        along = tl.sum(tl.where((p >= count) & (p <= last), inner, 0.0), 0)
+        length = of_w * of_w + longer * (2 * along + longer * of_q)
+        length = tl.sqrt(tl.maximum(length, 0.0))  # of where it leads
+        good = good & (length <= growth * shortest)
+        moved = tl.abs(longer) * tl.sqrt(of_q)
+        moved = tl.where(moved > 0, moved / length, 0.0)
+        tl.store(error + b, tl.where(good, moved, INFINITY))
     else:
         tl.store(keep + b * PLACES + last, sound.to(tl.int8))
         tl.store(of_b + last * PLACES + p, row, mask=p <= last)
         tl.store(of_b + p * PLACES + last, row, mask=p < last)
+    # Without another w, this one is the result.
+    back = TAKEN_BACK if not FIRST else SKIPPED
+    tl.store(verdict + b, tl.where(good, TAKEN, tl.where(was, back, SKIPPED)))
     tl.store(weight + b * PLACES + p, tl.where(longer != 0, longer * x, 0.0))  # x may be infinite
     tl.store(lead + b, longer)
 
@@ -222,7 +225,8 @@ def _go(
 ):  # fmt: skip
     """t_{k+1} = lead·r + Σ weight_j s_j + Σ weight_{n+i} t_i, and w + t_{k+1}: one chunk.
 
-    For a sample whose r is not finite, or far worse than one before, that one's w: w_0 + t_1 + ….
+    For a sample whose r is not finite, or whose w would be far too long, the w of the smallest ‖r‖:
+    w_0 + t_1 + ….
     """
     chunk, b = work(BACKWARDS)
     lane, row, length, in_rows, _in_parts = place(table, b, b, chunk, batch, d, ALIGNED, BLOCK)
@@ -262,7 +266,7 @@ def refined(
     v: Tensor,  # (batch, d)
     vjp: Vectorized,
     how: Refinement,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:  # (batch, d), (batch,)
     """`GDEQ._refine` with the inverse of these steps, transposed; w = −B⁻ᵀv."""
     (batch, count, d), times = steps.shape, how.times
     v, w = v.contiguous(), w.contiguous()
@@ -276,10 +280,11 @@ def refined(
     elif times > 1:
         gram, keep = gram.clone(), keep.clone()  # they gain rows
     kept = keep.view(torch.int8)
-    norms, partial = v.new_empty(batch, chunks, 4), v.new_empty(batch, chunks, 2, wide)
+    norms, partial = v.new_empty(batch, chunks, 3), v.new_empty(batch, chunks, 2, wide)
     weight, lead = v.new_empty(batch, wide), v.new_empty(batch)
     verdict = torch.empty(batch, dtype=torch.int32, device=v.device)
     best, least = torch.empty_like(verdict), v.new_empty(batch)  # which t led to the smallest ‖r‖
+    of_best, error = v.new_empty(batch), v.new_empty(batch)
     later = v.new_empty(times - 1, batch, d)  # t_1, t_2, …
     residuals = v.new_empty(min(2, times - 1), batch, d)  # this one and the one before
     eps, noise = torch.finfo(v.dtype).eps, noise_level(how.precision)
@@ -306,8 +311,8 @@ def refined(
                 TILE=DOTS_TILE, **ends, **common, num_warps=DOTS_WARPS,
             )  # fmt: skip
             _decide[(batch,)](
-                norms, partial, gram, kept, weight, lead, verdict, best, least,
-                chunks, count, taken, eps, noise, how.amplification, how.setback,
+                norms, partial, gram, kept, weight, lead, verdict, best, least, of_best, error,
+                chunks, count, taken, eps, noise, how.growth,
                 CHUNKS=32, PLACES=wide, **ends, num_warps=1,
             )  # fmt: skip
             _go[(chunks, batch)](
@@ -317,4 +322,4 @@ def refined(
                 num_warps=APPLY_WARPS,
             )  # fmt: skip
         before, w = r, next_w
-    return w
+    return w, error

@@ -1,8 +1,9 @@
-"""The adaptive method: forward steps, refinement and the residual penalty follow the residuals.
+"""The adaptive method: forward steps, refinement and the residual penalty follow what is measured.
 
-Every so many steps the loop hands over the means of two relative residuals, that of the fixed point
-where the solver stopped and that of the adjoint equation which the backward pass left.  Each has a
-target and a ladder of costs:
+Every so many steps the loop hands over two means: the relative residual of the fixed point where
+the solver stopped, and the relative error of w that a refinement estimates by its last step.  (Not
+the residual of the adjoint equation: f of a trained model can be such that a better w has a larger
+one, docs/results.md.)  Each has a target and a ladder of costs:
 
 - above its target, one rung up at once: more forward steps, or more VJPs;
 - well below it for a while, one rung down.  If that has to be taken back soon, the next try waits
@@ -94,7 +95,7 @@ class Tries:
 
 
 class Ladder:
-    """One cost that is raised when a residual is above its target."""
+    """One cost that is raised when a mean is above its target."""
 
     def __init__(self, rungs: tuple[int, ...], target: float, room: float, patience: int) -> None:
         self.rungs, self.target, self.room, self.patience = rungs, target, room, patience
@@ -202,10 +203,10 @@ class Controller:
     def choice(self) -> Choice:
         return Choice(self.forward.value, self.backward.value, self.penalty.weight)
 
-    def look(self, residual: float, backward_residual: float) -> Choice | None:
+    def look(self, residual: float, backward_error: float) -> Choice | None:
         """The means since the last look; returns the new choice if it is another one."""
         before = self.choice
-        seen = ((self.forward, residual), (self.backward, backward_residual))
+        seen = ((self.forward, residual), (self.backward, backward_error))
         # Judged before the ladders move: the top rung has to be tried first.
         pressing = [ladder for ladder, value in seen if ladder.at_top and ladder.above(value)]
         at_ease = all(ladder.at_ease(value) for ladder, value in seen)
@@ -220,10 +221,10 @@ class Controller:
                 ladder.forget()
         return self.choice if self.choice != before else None
 
-    def above(self, residual: float, backward_residual: float) -> list[str]:
+    def above(self, residual: float, backward_error: float) -> list[str]:
         """Which of the two ask for more."""
         seen = {"residual": self.forward.above(residual)}
-        seen["backward_residual"] = self.backward.above(backward_residual)
+        seen["backward_error"] = self.backward.above(backward_error)
         return [name for name, above in seen.items() if above]
 
     def state(self) -> dict[str, Any]:
@@ -246,10 +247,10 @@ class Controller:
         self.penalty.tries.restore(state.get("residual_tries", {}))
 
 
-def exhausted(step: int, residual: float, backward_residual: float) -> str:
+def exhausted(step: int, residual: float, backward_error: float) -> str:
     """What to say when there is nothing left to raise."""
     return (
-        f"warning: mean residuals of {residual:.1e} forward and {backward_residual:.1e} backward "
+        f"warning: a mean residual of {residual:.1e} and an error of w of {backward_error:.1e} "
         f"at step {step}, with all the steps and penalty that adapt.steps, adapt.refine and "
         "adapt.penalty_most allow: lower optimizer.lr, or raise adapt.forward or adapt.backward"
     )

@@ -152,16 +152,16 @@ class AugmentConfig:
 
 @options
 class AdaptConfig:
-    """Forward steps, refinement and penalty that follow the residuals (gdeq.training.adapting).
+    """Forward steps, refinement and penalty that follow residual and error (training.adapting).
 
     For gradient=gdeq.  ``solver.max_iter`` and ``gradient.refine`` are then not read: it begins in
     the middle of ``steps`` and ``refine``, the lower one of two.  A test is solved with the steps
     then in use.
     """
 
-    enabled: bool = False  # choose steps, refinement and penalty by the residuals
+    enabled: bool = False  # choose steps, refinement and penalty by residual and error
     forward: float = 1e-2  # wanted: mean relative residual of the fixed point
-    backward: float = 0.3  # wanted: mean relative residual of the adjoint equation
+    backward: float = 0.3  # wanted: mean relative error of w, as a refinement estimates it
     every: int = 50  # training steps between two looks
     steps: tuple[int, ...] = (4, 5, 6, 7, 9, 12, 15, 18)  # for solver.max_iter; last: the budget
     refine: tuple[int, ...] = (0, 1, 2, 3, 5)  # the rungs for gradient.refine
@@ -270,11 +270,14 @@ class Config:
                 f"adapt.forward = {room:g} is reached, below which fewer steps are tried: lower "
                 "solver.tol (0: all steps), or raise adapt.forward"
             )
-        if self.measure_every > 1 and self.measure_every >= self.adapt.every:
+        # A refinement estimates its error at each step; what has no VJP has its residual alone.
+        seldom = self.measure_every > 1 and self.measure_every >= self.adapt.every
+        if seldom and 0 in self.adapt.refine:
             raise ValueError(
-                f"adapt looks at the residuals every {self.adapt.every} steps, and with "
-                f"measure_every={self.measure_every} the gradient's may not be measured in "
-                f"between: lower measure_every to {max(1, self.adapt.every - 1)} or less"
+                f"adapt looks every {self.adapt.every} steps, and with measure_every="
+                f"{self.measure_every} the residual of a gradient without VJPs may not be measured "
+                f"in between: lower measure_every to {max(1, self.adapt.every - 1)} or less, or "
+                "take 0 out of adapt.refine"
             )
 
 

@@ -297,7 +297,10 @@ class Trainer:
         if figures is None:  # resumed from an older checkpoint a few steps ago
             return
         self.sums.look()
-        measured = {name: figures[name] for name in ("residual", "backward_residual")}
+        error = figures["backward_error"]
+        if math.isnan(error):  # without a VJP nothing is estimated; JFB's residual is near it
+            error = figures["backward_residual"]
+        measured = {"residual": figures["residual"], "backward_error": error}
         choice = self.controller.look(**measured)
         if choice is not None:
             record = {"kind": "adapt", "step": self.step, "epoch": epoch + 1}
@@ -443,6 +446,7 @@ class Trainer:
             "solver_steps": train["solver_steps"],
             "residual": train["residual"],
             "backward_residual": train["backward_residual"],
+            "backward_error": train["backward_error"],
             **self._in_use(),
         }
         self._write(record)
@@ -485,7 +489,7 @@ class Trainer:
             else:
                 self._test(images, labels)
         found = self.test_sums.read(self.process)
-        del found["backward_residual"]  # there was no backward pass
+        del found["backward_residual"], found["backward_error"]  # there was no backward pass
         return found
 
     def _test(self, images: Tensor, labels: Tensor) -> None:

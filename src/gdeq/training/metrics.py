@@ -22,6 +22,7 @@ class Sums:
     NAMES = (
         *("samples", "loss", "correct", "residual", "solver_steps"),
         *("backward_residual", "measured"),  # measured: samples that have a backward residual
+        *("backward_error", "estimated"),  # estimated: samples whose error of w is
     )
     EPOCH, LOG, LOOK = range(3)  # since the epoch began, the last log line, the last adapting
     KEPT = ("sums", "sums_since_log", "sums_since_look")  # in a checkpoint
@@ -34,7 +35,7 @@ class Sums:
         """logits: (b, classes), labels: (b,), or shares of the classes: the largest one counts."""
         solution = model.deq.solution
         assert solution is not None
-        backward, wide = solution.record.residual, torch.float64
+        backward, error, wide = solution.record.residual, solution.record.error, torch.float64
         named = labels.argmax(1) if labels.is_floating_point() else labels
         samples = torch.full_like(loss, len(labels), dtype=wide)
         found = [
@@ -44,8 +45,10 @@ class Sums:
             solution.residual.sum(dtype=wide),
             solution.steps.sum(dtype=wide),
         ]
-        if backward is not None:
-            found += [backward.sum(dtype=wide), samples]
+        none = torch.zeros_like(samples)
+        found += [none, none] if backward is None else [backward.sum(dtype=wide), samples]
+        if error is not None:  # of a w that is far off, 1 says enough, and keeps the mean one
+            found += [error.clamp(max=1.0).sum(dtype=wide), samples]
         self.values[:, : len(found)].add_(torch.stack(found))
 
     def clear(self) -> None:
@@ -66,20 +69,23 @@ class Sums:
         return self._means(self._over_all(process, self.LOG if since_mark else self.EPOCH))
 
     def read_since_look(self, process: Process) -> dict[str, float] | None:
-        """None where no residual of a gradient was measured since."""
+        """None where nothing is known of the gradient since."""
         found = self._over_all(process, self.LOOK)
-        return self._means(found) if found["measured"] else None
+        return self._means(found) if found["measured"] or found["estimated"] else None
 
     def _over_all(self, process: Process, which: int) -> dict[str, float]:
         found = process.sum(self.values[which].clone()).tolist()
         return dict(zip(self.NAMES, found, strict=True))
 
     def _means(self, sums: dict[str, float]) -> dict[str, float]:
-        samples, measured = sums.pop("samples"), sums.pop("measured")
-        backward = sums.pop("backward_residual")
+        samples, measured, estimated = (
+            sums.pop(name) for name in ("samples", "measured", "estimated")
+        )
+        backward, error = sums.pop("backward_residual"), sums.pop("backward_error")
         means = {name: total / max(1.0, samples) for name, total in sums.items()}
         means["accuracy"] = 100 * means.pop("correct")
         means["backward_residual"] = backward / measured if measured else math.nan
+        means["backward_error"] = error / estimated if estimated else math.nan
         return {"samples": samples, **means}
 
     def state(self, process: Process) -> dict[str, Tensor]:
