@@ -148,9 +148,9 @@ class GDEQ(Gradient):
     After another solver than `Broyden`, which leaves no inverse, both begin from −I, that is JFB.
 
     refine: spend exactly this many VJPs on it.  How far the last of them moved w, ‖Δw‖/‖w‖, is
-        the ``error`` of the record: about the error before that step, and so mostly more than the
-        one after it.  Where w would be six times as long as the one with the smallest residual on
-        the way, that one is the result, and the error not known (infinite).
+        the ``error`` of the record: about the relative error before that step, and so mostly more
+        than the one after it.  Where w would be six times as long as the one with the smallest
+        residual on the way, that one is the result, and the error not known (infinite).
     tolerance: measure ‖(I − Jᵀ)w − v‖/‖v‖ with one VJP and refine only the samples above this,
         with at most ``max_refine`` more (10 unless given).  A sample that stays above it and is
         worse than JFB uses JFB's w (one more VJP, only if a sample stays above).  In a CUDA graph

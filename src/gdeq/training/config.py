@@ -167,7 +167,7 @@ class AdaptConfig:
     refine: tuple[int, ...] = (0, 1, 2, 3, 5)  # the rungs for gradient.refine
     room: float = 0.3  # below this share of the target one rung down is tried
     patience: int = 2  # looks in a row with such room before that
-    penalty_least: float = 1.0  # residual_weight when the budget does not suffice, at first
+    penalty_least: float = 1.0  # residual_weight when the last of steps does not suffice, at first
     penalty_most: float = 64.0  # residual_weight at most
 
     def __post_init__(self) -> None:
