@@ -63,7 +63,7 @@ OWN: dict[str, tuple[str, ...]] = {
     # three VJPs, at the rate of the best trials: half of GDEQ's time.
     "adaptive": (
         *("solver=anderson", "gradient=gdeq", "gradient.refine=1"),
-        *("adapt.enabled=true", "adapt.forward=0.1", "adapt.backward=0.5"),
+        *("adapt.enabled=true", "adapt.forward=0.1", "adapt.backward=0.55"),
         *("adapt.steps=[3,4,5,6,7,8]", "adapt.refine=[1,2,3]", "adapt.room=0.5"),
         *("optimizer.lr=0.01", "epochs=28", "measure_every=10"),
     ),

@@ -69,7 +69,7 @@ PRESETS["cifar10-adaptive"] = PRESETS["cifar10-fast"] | {
     "solver": {"name": "anderson", "max_iter": 5, "tol": 0.0},
     "optimizer": _CIFAR10["optimizer"] | {"lr": 0.01},  # type: ignore[operator]
     "adapt": {
-        "enabled": True, "forward": 0.1, "backward": 0.5, "steps": [3, 4, 5, 6, 7, 8],
+        "enabled": True, "forward": 0.1, "backward": 0.55, "steps": [3, 4, 5, 6, 7, 8],
         "refine": [1, 2, 3], "room": 0.5,
     },
 }  # fmt: skip
