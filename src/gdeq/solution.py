@@ -73,7 +73,8 @@ class BackwardRecord:
 
     ``residual`` is ‖(I − Jᵀ)w − v‖/‖v‖ per sample, None where it was not measured.  ``error``, of
     `GDEQ` with ``refine``, is how far the last VJP moved w, ‖Δw‖/‖w‖: an estimate of the relative
-    error of w that costs nothing.
+    error of w that costs nothing; infinite where w ran away and an earlier one is used.  Of a
+    recorded step (`gdeq.capture`) both hold what the last replay left.
     """
 
     gradient: str = ""
@@ -116,14 +117,18 @@ class BackwardRecord:
         if self.residual is None:
             text += ", residual not measured"
         elif self.residual.numel():
-            text += f", residual at most {self.residual.max().item():.1e}"
+            text += f", residual {_spread(self.residual)}"
         if self.error is not None and self.error.numel():
-            text += f", error about {self.error.median().item():.1e} in the middle"
+            text += f", error about {_spread(self.error)}"
         if self.converged is not None:
             text += f", {count(int((~self.converged).sum()), 'sample')} above the tolerance"
         if self.fell_back is not None:
             text += f", {int(self.fell_back.sum())} fell back to JFB"
         return text
+
+
+def _spread(values: Tensor) -> str:  # (batch,)
+    return f"{values.median().item():.1e} (at most {values.max().item():.1e})"
 
 
 @dataclass(repr=False)

@@ -148,22 +148,23 @@ def test_the_penalty_rises_on_the_top_rung_alone_and_is_bounded():
         weights.append(made.choice.residual_weight)
         exhausted.append(made.exhausted)
     assert weights == [0, 0.1, 0.2, 0.4, 0.5, 0.5]
-    assert exhausted == [False] * 5 + [True]  # the largest one has been tried
+    # At last the largest one has been tried.
+    assert exhausted == [(False, False)] * 5 + [(True, False)]
     assert made.choice.steps == 5
     made.look(5e-3, 0.2)
-    assert not made.exhausted
+    assert made.exhausted == (False, False)
 
 
 def test_no_penalty_for_the_error_of_w():
     made = controller(refine=(0, 1), penalty_least=0.1)
     made.look(1e-3, 0.9)
     assert made.choice == adapting.Choice(4, 1, 0.0)
-    assert not made.exhausted
+    assert made.exhausted == (False, False)
     for _ in range(5):
         assert made.look(1e-3, 0.9) is None
-        assert made.exhausted
+        assert made.exhausted == (False, True)
     made.look(1e-3, 0.2)
-    assert not made.exhausted
+    assert made.exhausted == (False, False)
 
 
 def test_the_penalty_falls_back_to_what_was_configured():
@@ -279,6 +280,7 @@ def test_another_ladder_after_a_resume():
         (["adapt.refine=[-1,1]"], "adapt.refine must be rising integers of at least 0"),
         (["adapt.steps=5"], "adapt.steps must be a list such as"),
         (["adapt.forward=0"], "adapt.forward must be above 0"),
+        (["adapt.backward=1.5"], "adapt.backward must be above 0"),
         (["adapt.penalty_most=0.01"], "adapt.penalty_most must be at least 1"),
         (["adapt.enabled=1"], "adapt.enabled must be bool"),
         ([*ADAPT, "gradient=jfb"], "for another gradient, or with gradient.tolerance, set adapt."),
@@ -435,9 +437,9 @@ def test_a_warning_once_an_epoch(trainer):
     texts = []
     made.progress.say = texts.append
     made.fit()
-    warnings = [text for text in texts if text.startswith("warning: a mean residual of ")]
+    warnings = [text for text in texts if text.startswith("warning: a mean forward residual of ")]
     assert len(warnings) == 3
-    assert "at step 2: one is above its target" in warnings[0]
+    assert "at step 2, with all that adapt.steps and adapt.penalty_most allow" in warnings[0]
     assert "or raise adapt.forward" in warnings[0]
 
 

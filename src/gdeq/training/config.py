@@ -172,8 +172,9 @@ class AdaptConfig:
 
     def __post_init__(self) -> None:
         check_flag(self, "enabled")
-        for name in ("forward", "backward", "penalty_least"):
+        for name in ("forward", "penalty_least"):
             check_real(self, name, 0.0, open_low=True)
+        check_real(self, "backward", 0.0, 1.0, open_low=True)  # an error of 1 is that of w = 0
         check_integer(self, "every", 1)
         check_integer(self, "patience", 1)
         check_real(self, "room", 0.0, 1.0)

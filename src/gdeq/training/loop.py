@@ -297,18 +297,20 @@ class Trainer:
         if figures is None:  # resumed from an older checkpoint a few steps ago
             return
         self.sums.look()
-        error = figures["backward_error"]
-        if math.isnan(error):  # without a VJP nothing is estimated; JFB's residual is near it
-            error = figures["backward_residual"]
-        measured = {"residual": figures["residual"], "backward_error": error}
-        choice = self.controller.look(**measured)
+        # Without a VJP nothing is estimated; JFB's residual is near its error.
+        estimated = not math.isnan(figures["backward_error"])
+        names = "residual", "backward_error" if estimated else "backward_residual"
+        measured = {name: figures[name] for name in names}
+        choice = self.controller.look(*measured.values())
         if choice is not None:
             record = {"kind": "adapt", "step": self.step, "epoch": epoch + 1}
-            why = {"above_target": self.controller.above(**measured)}  # none: room to spare
+            above = [name for name, high in zip(names, self.controller.above, strict=True) if high]
+            why = {"above_target": above}  # none: room to spare
             self._write({**record, **choice.figures(), **measured, **why})
-        if self.controller.exhausted and epoch != self.told:
+        if any(self.controller.exhausted) and epoch != self.told:
             self.told = epoch
-            self._say(exhausted(self.step, **measured))
+            for text in exhausted(self.step, self.controller.exhausted, *measured.values()):
+                self._say(text)
 
     def _in_use(self) -> dict[str, Any]:
         """For the records: what the controller has chosen, where there is one."""

@@ -45,8 +45,10 @@ class Sums:
             solution.residual.sum(dtype=wide),
             solution.steps.sum(dtype=wide),
         ]
-        none = torch.zeros_like(samples)
-        found += [none, none] if backward is None else [backward.sum(dtype=wide), samples]
+        if backward is not None:
+            found += [backward.sum(dtype=wide), samples]
+        elif error is not None:
+            found += [torch.zeros_like(samples)] * 2
         if error is not None:  # of a w that is far off, 1 says enough, and keeps the mean one
             found += [error.clamp(max=1.0).sum(dtype=wide), samples]
         self.values[:, : len(found)].add_(torch.stack(found))
