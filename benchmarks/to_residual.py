@@ -41,7 +41,19 @@ from gdeq.models import MDEQStart
 from gdeq.models.mdeq import MDEQ, mdeq
 
 State = tuple[Tensor, ...]
-SHARES = (1.5, 1.2, 1.0, 0.9, 0.8, 0.7, 0.5, 0.35, 0.25, 0.18, 0.12)  # of the tolerance that is asked for
+SHARES = (
+    1.5,
+    1.2,
+    1.0,
+    0.9,
+    0.8,
+    0.7,
+    0.5,
+    0.35,
+    0.25,
+    0.18,
+    0.12,
+)  # of the tolerance that is asked for
 
 
 def load(options: argparse.Namespace, fused: bool | str) -> MDEQ:

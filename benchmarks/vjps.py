@@ -24,7 +24,7 @@ from torch import Tensor
 
 import gdeq
 from gdeq import gradients
-from gdeq.gradients import GDEQ, NPG, dot, norm
+from gdeq.gradients import GDEQ, GROWTH, NPG, dot, norm
 from secants import load  # beside this file
 
 Map = Callable[[Tensor], Tensor]  # (batch, d) -> (batch, d)
@@ -47,6 +47,20 @@ def refined(v: Tensor, vjp: Map, times: int, inverse: Map) -> tuple[list[Tensor]
         w, step = w + after, after
         found.append(w)
     return found, residuals
+
+
+def by_rule(v: Tensor, ws: list[Tensor], residuals: list[Tensor], growth: float) -> Tensor:
+    """As `GDEQ._refine` takes w back: where its residual has doubled and it is this much longer.
+
+    growth: 0 is the rule until commit 63c1e8e, by the residual alone; infinite: never.
+    """
+    least, at = torch.stack(residuals).min(0)
+    kept = torch.stack(ws)[at, torch.arange(len(v))]
+    before, last = ws[-2], ws[-1] - ws[-2]
+    bound = gradients.AMPLIFICATION * residuals[-1] * (norm(before) / norm(v))
+    w = before + torch.clamp(bound / norm(last), max=1.0)[:, None] * last
+    taken = (residuals[-1] <= gradients.SETBACK * least) | (norm(w) <= growth * norm(kept))
+    return torch.where(taken[:, None], w, kept)
 
 
 def on_a_model(options: argparse.Namespace) -> None:
@@ -84,7 +98,7 @@ def on_a_model(options: argparse.Namespace) -> None:
         f"{exact.residual.max():.1e}; |w|/|v| {(norm(exact.z) / norm(v)).median():.2f}, at most "
         f"{(norm(exact.z) / norm(v)).max():.2f}\n"
         "                        VJPs  error of w: median, worst   residual: median   gradient: "
-        "error, cosine   last step / w",
+        "error, cosine   last step / w: median, largest error / that",
         flush=True,
     )
     parameters = [p for p in cell.parameters() if p.requires_grad]
@@ -105,7 +119,7 @@ def on_a_model(options: argparse.Namespace) -> None:
         print(
             f"{name:24s}{vjps:3d}{apart.median():10.3f}{apart.max():8.3f}"
             f"{residual.median():20.3f}{error:19.3f}{cosine:9.4f}"
-            + (f"{last.median():15.3f}" if last is not None else ""),
+            + (f"{last.median():15.3f}{(apart / last).max():10.2f}" if last is not None else ""),
             flush=True,
         )
 
@@ -116,10 +130,7 @@ def on_a_model(options: argparse.Namespace) -> None:
         tell("GDEQ, refine", k, own.w, own.error)
     for k in range(1, MOST + 1):  # as it was before: taken back where the residual has doubled
         ws, residuals = refined(v, vjp, k, lambda x: x)
-        least, at = torch.stack(residuals).min(0)
-        kept = torch.stack(ws)[at, torch.arange(len(v))]
-        taken = residuals[-1] <= 2 * least
-        tell("judged by residual", k, torch.where(taken[:, None], ws[-1], kept))
+        tell("judged by residual", k, by_rule(v, ws, residuals, 0.0))
     own = GDEQ(tolerance=0.1, max_refine=5).cotangent(v, vjp, solution)  # type: ignore[arg-type]
     tell("GDEQ, tolerance 0.1", own.vjps, own.w)
     for k in range(1, MOST):
@@ -154,20 +165,13 @@ def on_random_maps(samples: int = 640, d: int = 30) -> None:
             "from -I": lambda x: x,
             "from the inverse": lambda x, inverse=inverse: -inverse.rmatvec(x),
         }.items():
-            for k in (1, 2, 3, 4, 6):
+            for k in (1, 2, 3, 4, 6, 8, 12):
                 ws, residuals = refined(
                     v, lambda w, j=jacobian: torch.einsum("nij,ni->nj", j, w), k, apply
                 )
-                least, at = torch.stack(residuals).min(0)
-                kept = torch.stack(ws)[at, torch.arange(samples)]
-                rules = {
-                    "none": torch.ones(samples, dtype=torch.bool),
-                    "residual, 2": residuals[-1] <= 2 * least,
-                    "length": norm(ws[-1]) <= gradients.GROWTH * norm(kept),
-                }
                 told = []
-                for name, taken in rules.items():
-                    w = torch.where(taken[:, None], ws[-1], kept)
+                for name, growth in {"never": torch.inf, "residual": 0.0, "both": GROWTH}.items():
+                    w = by_rule(v, ws, residuals, growth)
                     e = norm(w - exact) / norm(exact)
                     told.append(
                         f"{name} {e.median():.3f} {e.quantile(0.9):.2f} {e.max():6.1f} "

@@ -79,7 +79,7 @@ def test_more_chunks_than_are_summed_at_once(monkeypatch):
             solution = gdeq.solve(f, z0, gdeq.Broyden(3, 0.0))
             inverse = solution.inverse.vectors
             reused = inverse.T.negative_matvec(x)
-            w = inverse.T.refined(reused, x, vjp, Refinement(2, 1e-16, 6.0))
+            w = inverse.T.refined(reused, x, vjp, Refinement(2, 1e-16, 3.0, 2.0, 3.0))
             assert (w is None) == (form == "plain")
             if w is None:
                 w = gdeq.GDEQ(refine=2)._refine(reused, x, vjp, inverse.T, 1e-16)

@@ -29,9 +29,13 @@ from gdeq.solvers.base import Solver, change_seen, select
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import Vectorized
 
-# A refined w may be so many times as long as the one of smallest residual on the way.  It is not
-# judged by its own residual: that of a good w can be larger than JFB's (benchmarks/vjps.py).
-GROWTH = 6.0
+# The last step of a refinement may be so many times as long beside its residual as w is beside v.
+# Where an inverse is sound it is shorter: no median of benchmarks/gradients.py changes by it.
+AMPLIFICATION = 3.0
+# Where the last residual is so many times the smallest that was seen, and w would be so many times
+# as long as the w of that one, that one is the result.  Either alone says too little: a good w can
+# have a larger residual than JFB's, and be far longer (benchmarks/vjps.py).
+SETBACK, GROWTH = 2.0, 5.0
 
 
 class Gradient:
@@ -143,14 +147,16 @@ class GDEQ(Gradient):
     without any VJP, and −B_T⁻ᵀv is the step from there: so the first VJP already brings an update,
     which matters where B_T⁻ᵀ is far off for a sample (without it such samples spoil a training).
     (Minimising the residual over the same VJPs, as GMRES does, gives a smaller residual but a
-    larger error of w: see benchmarks/gradients.py and benchmarks/vjps.py.)
+    larger error of the gradient: see benchmarks/gradients.py and benchmarks/vjps.py.)
 
     After another solver than `Broyden`, which leaves no inverse, both begin from −I, that is JFB.
 
     refine: spend exactly this many VJPs on it.  How far the last of them moved w, ‖Δw‖/‖w‖, is
         the ``error`` of the record: about the relative error before that step, and so mostly more
-        than the one after it.  Where w would be six times as long as the one with the smallest
-        residual on the way, that one is the result, and the error not known (infinite).
+        than the one after it.  It is no bound: where I − J is nearly singular, or the inverse far
+        off, a short step may be a slow one.  Where w runs away (its residual more than twice the
+        smallest on the way, its length more than five times that of the w which had it), that w
+        is the result, and the error not known (infinite).
     tolerance: measure ‖(I − Jᵀ)w − v‖/‖v‖ with one VJP and refine only the samples above this,
         with at most ``max_refine`` more (10 unless given).  A sample that stays above it and is
         worse than JFB uses JFB's w (one more VJP, only if a sample stays above).  In a CUDA graph
@@ -193,7 +199,7 @@ class GDEQ(Gradient):
             inverse = forward_inverse(solution)
             w = inverse.T.negative_matvec(v)
         if self.refine:
-            how = Refinement(self.refine, solution.precision, GROWTH)
+            how = Refinement(self.refine, solution.precision, AMPLIFICATION, SETBACK, GROWTH)
             refined = inverse.T.refined(w, v, vjp, how)  # on a GPU
             if refined is None:
                 refined = self._refine(w, v, vjp, inverse.T, solution.precision)
@@ -232,13 +238,18 @@ class GDEQ(Gradient):
             sound &= change_seen(before, r, w, precision).unsqueeze(1)
             after = q * torch.where(sound, squared / denominator, 1.0)
             factors.append((step, torch.where(sound, 1 / squared, 0.0), after))
-            reached, length = w + after, norm(w + after)
-            if count == self.refine:  # nothing measures where this one leads
-                good = good & (length <= GROWTH * norm(kept))
-            w, step = select(good, reached, kept), after
-        moved = norm(step)
-        error = torch.where(moved > 0, moved / length, 0.0)
-        return w, torch.where(good, error, torch.inf)
+            if count == self.refine:  # nothing measures where this one leads: be careful
+                bound = AMPLIFICATION * size * (norm(w) / norm(v))
+                share = torch.clamp(bound / norm(after), max=1.0).nan_to_num(1.0)  # 0/0: no step
+                share = share.unsqueeze(1)
+                after = torch.where(share > 0, share * after, 0.0)  # it may not be finite
+                length, moved = norm(w + after), norm(after)
+                good = good & ((size <= SETBACK * least) | (length <= GROWTH * norm(kept)))
+            w, step = select(good, w + after, kept), after
+        # No step, but a residual: nothing is known.
+        known = good & (moved > 0) & (length > 0) & torch.isfinite(length)
+        error = torch.where(known, moved / length, torch.where(size == 0, 0.0, torch.inf))
+        return w, error
 
     def _refine_where_needed(
         self, w: Tensor, v: Tensor, vjp: Vectorized, solution: Solution, inverse: Inverse

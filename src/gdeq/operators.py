@@ -23,6 +23,8 @@ class Refinement:
 
     times: int  # products with Jᵀ
     precision: float  # of f
+    amplification: float
+    setback: float
     growth: float
 
 

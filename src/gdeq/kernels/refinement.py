@@ -62,7 +62,7 @@ def _look(
 ):  # fmt: skip
     """r = v + Jᵀw − w; its inner products, and t_k's, with all s_j and t_i: one chunk of each.
 
-    And ‖r‖², ‖w‖² and ‖r − before‖².  FIRST: t_k is w, and v the residual before.  LAST: no
+    And ‖r‖², ‖v‖², ‖w‖² and ‖r − before‖².  FIRST: t_k is w, and v the residual before.  LAST: no
     other step asks for r.
     """
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -79,10 +79,11 @@ def _look(
         change = r - tl.load(before + in_rows, mask=inside, other=0.0)
     if not LAST:
         tl.store(r_out + in_rows, r, mask=inside)
-    at = norms + (b * chunks + chunk) * 3
+    at = norms + (b * chunks + chunk) * 4
     tl.store(at, tl.sum(r * r, 0))
-    tl.store(at + 1, tl.sum(here * here, 0))
-    tl.store(at + 2, tl.sum(change * change, 0))
+    tl.store(at + 1, tl.sum(right * right, 0))
+    tl.store(at + 2, tl.sum(here * here, 0))
+    tl.store(at + 3, tl.sum(change * change, 0))
     out = partial + (b * chunks + chunk) * 2 * PLACES
     of_newest = out + PLACES
     tl.store(out + count + taken, tl.sum(newest * r, 0))
@@ -126,7 +127,7 @@ def _at(x, p, where):
 @triton.jit(do_not_specialize=["count", "taken"])
 def _decide(
     norms, partial, gram, keep, weight, lead, verdict, best, least, of_best, error,
-    chunks, count, taken, eps, noise, growth,
+    chunks, count, taken, eps, noise, amplification, setback, growth,
     FIRST: tl.constexpr, LAST: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """All that `_refine` makes of inner products, and x by `transposed_weights`: one sample."""
@@ -142,24 +143,25 @@ def _decide(
     diagonal = tl.load(of_b + factor * (PLACES + 1), mask=known, other=1.0)
     kept = tl.load(keep + b * PLACES + factor, mask=known, other=0) != 0
     a, row = tl.zeros((PLACES,), dtype=kind), tl.zeros((PLACES,), dtype=kind)  # of r, of t_k
-    rr, ww = tl.zeros((CHUNKS,), dtype=kind), tl.zeros((CHUNKS,), dtype=kind)
-    yy = tl.zeros((CHUNKS,), dtype=kind)
+    rr, vv = tl.zeros((CHUNKS,), dtype=kind), tl.zeros((CHUNKS,), dtype=kind)
+    ww, yy = tl.zeros((CHUNKS,), dtype=kind), tl.zeros((CHUNKS,), dtype=kind)
     for start in range(0, chunks, CHUNKS):
         c = start + tl.arange(0, CHUNKS)
         here = c < chunks
         where = partial + ((b * chunks + c) * 2 * PLACES)[:, None] + p[None, :]
         a += tl.sum(tl.load(where, mask=here[:, None], other=0.0), 0)
         row += tl.sum(tl.load(where + PLACES, mask=here[:, None], other=0.0), 0)
-        at = norms + (b * chunks + c) * 3
+        at = norms + (b * chunks + c) * 4
         rr += tl.load(at, mask=here, other=0.0)
-        ww += tl.load(at + 1, mask=here, other=0.0)
-        yy += tl.load(at + 2, mask=here, other=0.0)
+        vv += tl.load(at + 1, mask=here, other=0.0)
+        ww += tl.load(at + 2, mask=here, other=0.0)
+        yy += tl.load(at + 3, mask=here, other=0.0)
     a, row = tl.where(p <= last, a, 0.0), tl.where(p <= last, row, 0.0)
     of_r = tl.sum(rr, 0)  # ‖r‖²
-    size, of_w = tl.sqrt(of_r), tl.sqrt(tl.sum(ww, 0))
+    size, of_v, of_w = tl.sqrt(of_r), tl.sqrt(tl.sum(vv, 0)), tl.sqrt(tl.sum(ww, 0))
     change = tl.sqrt(tl.sum(yy, 0))
     good = size < INFINITY
-    was, shortest = good, of_w  # ‖w‖ where ‖r‖ was the smallest
+    was, smallest, shortest = good, size, of_w  # the smallest ‖r‖, and ‖w‖ there
     if FIRST:
         tl.store(best + b, 0)
         tl.store(least + b, size)
@@ -167,9 +169,10 @@ def _decide(
         was, smallest = tl.load(verdict + b) == TAKEN, tl.load(least + b)
         good = good & was
         better = good & (size < smallest)
+        smallest = tl.where(better, size, smallest)
         shortest = tl.where(better, of_w, tl.load(of_best + b))
         tl.store(best + b, tl.where(better, taken, tl.load(best + b)))
-        tl.store(least + b, tl.where(better, size, smallest))
+        tl.store(least + b, smallest)
     tl.store(of_best + b, shortest)
 
     # x, first of the forward solve's factors, then of those that were made here
@@ -197,14 +200,18 @@ def _decide(
     sound = sound & (change > noise * (of_w + size))
     longer = tl.where(sound, squared / denominator, 1.0)
     if LAST:
+        bound = amplification * size * (of_w / of_v)
+        share = bound / (tl.abs(longer) * tl.sqrt(of_q))
+        longer *= tl.where(share < 1, share, 1.0)  # 0/0: no step
         # w is the sum of all t_i, so wᵀq that of their places in `inner`.
         along = tl.sum(tl.where((p >= count) & (p <= last), inner, 0.0), 0)
-        length = of_w * of_w + longer * (2 * along + longer * of_q)
-        length = tl.sqrt(tl.maximum(length, 0.0))  # of where it leads
-        good = good & (length <= growth * shortest)
+        # Of where it leads.  Cancelled below zero it is not a number, and short of nothing.
+        length = tl.sqrt(of_w * of_w + longer * (2 * along + longer * of_q))
+        good = good & ((size <= setback * smallest) | (length <= growth * shortest))
         moved = tl.abs(longer) * tl.sqrt(of_q)
-        moved = tl.where(moved > 0, moved / length, 0.0)
-        tl.store(error + b, tl.where(good, moved, INFINITY))
+        known = good & (moved > 0) & (length > 0) & (length < INFINITY)
+        nothing = tl.where(size == 0, 0.0, INFINITY)
+        tl.store(error + b, tl.where(known, moved / length, nothing))
     else:
         tl.store(keep + b * PLACES + last, sound.to(tl.int8))
         tl.store(of_b + last * PLACES + p, row, mask=p <= last)
@@ -225,7 +232,7 @@ def _go(
 ):  # fmt: skip
     """t_{k+1} = lead·r + Σ weight_j s_j + Σ weight_{n+i} t_i, and w + t_{k+1}: one chunk.
 
-    For a sample whose r is not finite, or whose w would be far too long, the w of the smallest ‖r‖:
+    For a sample whose r is not finite, or whose w runs away, the w of the smallest ‖r‖:
     w_0 + t_1 + ….
     """
     chunk, b = work(BACKWARDS)
@@ -280,7 +287,7 @@ def refined(
     elif times > 1:
         gram, keep = gram.clone(), keep.clone()  # they gain rows
     kept = keep.view(torch.int8)
-    norms, partial = v.new_empty(batch, chunks, 3), v.new_empty(batch, chunks, 2, wide)
+    norms, partial = v.new_empty(batch, chunks, 4), v.new_empty(batch, chunks, 2, wide)
     weight, lead = v.new_empty(batch, wide), v.new_empty(batch)
     verdict = torch.empty(batch, dtype=torch.int32, device=v.device)
     best, least = torch.empty_like(verdict), v.new_empty(batch)  # which t led to the smallest ‖r‖
@@ -312,7 +319,7 @@ def refined(
             )  # fmt: skip
             _decide[(batch,)](
                 norms, partial, gram, kept, weight, lead, verdict, best, least, of_best, error,
-                chunks, count, taken, eps, noise, how.growth,
+                chunks, count, taken, eps, noise, how.amplification, how.setback, how.growth,
                 CHUNKS=32, PLACES=wide, **ends, num_warps=1,
             )  # fmt: skip
             _go[(chunks, batch)](

@@ -149,7 +149,9 @@ def _revision_note(runs: Sequence[Run]) -> list[str]:
     """Times, and ratios of times, are of the code that was timed."""
     by_revision: dict[str, list[str]] = {}
     for run in runs:
-        by_revision.setdefault(run.environment.get("revision") or "not recorded", []).append(run.name)
+        by_revision.setdefault(run.environment.get("revision") or "not recorded", []).append(
+            run.name
+        )
     if len(by_revision) < 2:
         return []
     told = "; ".join(f"{revision}: {', '.join(names)}" for revision, names in by_revision.items())
