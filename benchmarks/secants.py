@@ -41,6 +41,31 @@ def load(options: argparse.Namespace) -> tuple[MDEQ, Tensor, Tensor]:
     return model.eval(), images, labels
 
 
+def as_vectors(
+    model: MDEQ, injection: Tensor
+) -> tuple[Callable[..., Tensor], Callable[[Tensor], tuple[Tensor, ...]], Tensor]:
+    """f of (batch, d), of this injection or another; a vector in its scales; and z = 0."""
+    cell = model.deq.cell
+    like = cell.initial_state(injection)  # type: ignore[operator, union-attr]
+    sizes = [part[0].numel() for part in like]
+
+    def split(z: Tensor) -> tuple[Tensor, ...]:
+        parts = zip(z.split(sizes, dim=1), like, strict=True)
+        return tuple(part.reshape(of.shape) for part, of in parts)
+
+    def f(z: Tensor, x: Tensor = injection) -> Tensor:
+        return torch.cat([part.flatten(1) for part in cell(split(z), x)], dim=1)  # type: ignore[operator]
+
+    return f, split, torch.zeros(len(injection), sum(sizes))
+
+
+def cotangent(model: MDEQ, parts: tuple[Tensor, ...], labels: Tensor) -> Tensor:  # (batch, d)
+    """v: the gradient of each image's own loss."""
+    parts = tuple(part.clone().requires_grad_() for part in parts)
+    loss = torch.nn.functional.cross_entropy(model.head(parts), labels, reduction="sum")
+    return torch.cat([g.flatten(1) for g in torch.autograd.grad(loss, parts)], dim=1)
+
+
 def relative(g: Tensor, z: Tensor) -> Tensor:  # (batch, d), (batch, d) -> (batch,)
     return g.norm(dim=1) / torch.maximum((g + z).norm(dim=1), z.norm(dim=1))
 
@@ -105,20 +130,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
     model, images, labels = load(options)
-    cell, began = model.deq.cell, time.perf_counter()
+    began = time.perf_counter()
     with torch.no_grad():
-        injection = model.stem(images)
-    like = cell.initial_state(injection)  # type: ignore[operator, union-attr]
-    sizes = [part[0].numel() for part in like]
-
-    def split(z: Tensor) -> tuple[Tensor, ...]:
-        parts = zip(z.split(sizes, dim=1), like, strict=True)
-        return tuple(part.reshape(of.shape) for part, of in parts)
-
-    def f(z: Tensor) -> Tensor:
-        return torch.cat([part.flatten(1) for part in cell(split(z), injection)], dim=1)  # type: ignore[operator]
-
-    zero = torch.zeros(len(images), sum(sizes))
+        f, split, zero = as_vectors(model, model.stem(images))
     shown = [4, 6, 9, 12, 18]
     print(
         f"mean residual after {shown} steps; steps to {LEVELS}, least to most of {len(images)} "
@@ -142,9 +156,7 @@ def main() -> None:
     def vjp(w: Tensor) -> Tensor:
         return torch.autograd.grad(out, z, w, retain_graph=True)[0]
 
-    parts = [part.clone().requires_grad_() for part in split(found.z)]
-    loss = torch.nn.functional.cross_entropy(model.head(parts), labels, reduction="sum")
-    v = torch.cat([g.flatten(1) for g in torch.autograd.grad(loss, parts)], dim=1)
+    v = cotangent(model, split(found.z), labels)
     exact = gdeq.solve(lambda w: v + vjp(w), v, gdeq.Anderson(80, tol=1e-5, memory=12))
     print(
         f"equilibrium to {found.residual.max():.1e}, w to {exact.residual.max():.1e} "

@@ -25,7 +25,7 @@ from torch import Tensor
 import gdeq
 from gdeq import gradients
 from gdeq.gradients import GDEQ, GROWTH, NPG, dot, norm
-from secants import load  # beside this file
+from secants import as_vectors, cotangent, load  # beside this file
 
 Map = Callable[[Tensor], Tensor]  # (batch, d) -> (batch, d)
 MOST = 6  # VJPs
@@ -65,20 +65,9 @@ def by_rule(v: Tensor, ws: list[Tensor], residuals: list[Tensor], growth: float)
 
 def on_a_model(options: argparse.Namespace) -> None:
     model, images, labels = load(options)
-    cell = model.deq.cell
     with torch.no_grad():
         injection = model.stem(images)
-    like = cell.initial_state(injection)  # type: ignore[operator, union-attr]
-    sizes = [part[0].numel() for part in like]
-
-    def split(z: Tensor) -> tuple[Tensor, ...]:
-        parts = zip(z.split(sizes, dim=1), like, strict=True)
-        return tuple(part.reshape(of.shape) for part, of in parts)
-
-    def f(z: Tensor, x: Tensor = injection) -> Tensor:
-        return torch.cat([part.flatten(1) for part in cell(split(z), x)], dim=1)  # type: ignore[operator]
-
-    zero = torch.zeros(len(images), sum(sizes))
+    f, split, zero = as_vectors(model, injection)
     solver = gdeq.Anderson(120, tol=1e-5)
     if options.steps:
         solver = gdeq.Anderson(options.steps, tol=0.0)
@@ -89,9 +78,7 @@ def on_a_model(options: argparse.Namespace) -> None:
     def vjp(w: Tensor) -> Tensor:
         return torch.autograd.grad(out, z, w, retain_graph=True)[0]
 
-    parts = [part.clone().requires_grad_() for part in split(found.z)]
-    loss = torch.nn.functional.cross_entropy(model.head(parts), labels, reduction="sum")
-    v = torch.cat([g.flatten(1) for g in torch.autograd.grad(loss, parts)], dim=1)
+    v = cotangent(model, split(found.z), labels)
     exact = gdeq.solve(lambda w: v + vjp(w), v, gdeq.Anderson(150, tol=1e-5, memory=20))
     print(
         f"{len(images)} images, forward residual at most {found.residual.max():.1e}, w to "
@@ -101,7 +88,7 @@ def on_a_model(options: argparse.Namespace) -> None:
         "error, cosine   last step / w: median, largest error / that",
         flush=True,
     )
-    parameters = [p for p in cell.parameters() if p.requires_grad]
+    parameters = [p for p in model.deq.cell.parameters() if p.requires_grad]
     outside = injection.clone().requires_grad_()
     again = f(found.z, outside)
 
