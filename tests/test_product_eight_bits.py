@@ -41,6 +41,10 @@ class InEightBits(PlainSweep):
     block = BLOCK
 
 
+def broyden(steps, tol):
+    return gdeq.Broyden(steps, tol, step_bits=8)
+
+
 @pytest.fixture(params=["plain", "triton"])
 def form(request):
     return request.param
@@ -48,15 +52,15 @@ def form(request):
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    tuning = replace(product.tuning, block=BLOCK, eight_bits=True)
-    monkeypatch.setattr(product, "tuning", tuning)
+    monkeypatch.setattr(product, "tuning", replace(product.tuning, block=BLOCK))
     monkeypatch.setattr(gdeq.product, "PlainSweep", InEightBits)
 
 
 @pytest.fixture
 def always(monkeypatch):
     """In float64 too, where the two forms differ by no more than a rare rounding."""
-    monkeypatch.setattr(product, "store_dtype", lambda *_: torch.int8)
+    for module in (product, gdeq.product):
+        monkeypatch.setattr(module, "store_dtype", lambda *_: torch.int8)
 
 
 # --- rounding -------------------------------------------------------------------------------------
@@ -157,7 +161,7 @@ def drive(kind, dtype, solver, precision, steps, sizes, repeated=False):
 
 @cache
 def _driven(kind, dtype, steps, sizes):
-    return drive(kind, dtype, gdeq.Broyden(steps, 0.0), HALF, steps, list(sizes))
+    return drive(kind, dtype, broyden(steps, 0.0), HALF, steps, list(sizes))
 
 
 def driven(kind, dtype, steps, sizes):
@@ -190,7 +194,7 @@ def values(sweep):
 @pytest.mark.usefixtures("always")
 def test_the_kernels_do_as_the_plain_form(sizes, tol):
     """With samples that are solved or lost, and (by the noise guard of bf16) factors skipped."""
-    solver, steps = gdeq.Broyden(9, tol), 9
+    solver, steps = broyden(9, tol), 9
     found, _ = drive(product.Sweep, torch.float64, solver, HALF, steps, sizes)
     plain, _ = drive(InEightBits, torch.float64, solver, HALF, steps, sizes)
     assert found.steps.dtype == plain.steps.dtype == torch.int8
@@ -252,7 +256,7 @@ def test_going_back_gives_the_bits_of_the_iterate(form, dtype):
 
 def test_repeated_steps_are_the_counted_ones():
     """In a recording the number of the iterate is on the device."""
-    arguments = product.Sweep, torch.float32, gdeq.Broyden(5, 1e-3), HALF, 5, ANY_SIZES
+    arguments = product.Sweep, torch.float32, broyden(5, 1e-3), HALF, 5, ANY_SIZES
     (a, _), (b, _) = drive(*arguments), drive(*arguments, repeated=True)
     assert torch.equal(a.z, b.z)
     made = torch.arange(6, device=DEVICE) <= ledger_of(a).steps.unsqueeze(1)
@@ -327,7 +331,7 @@ def test_a_lost_step_in_the_store_does_not_reach_the_next(monkeypatch):
                 self.scales[:, lost, 1] = value
 
         monkeypatch.setattr(product.Sweep, "take", take)
-        solver = gdeq.Broyden(steps, 0.0)
+        solver = broyden(steps, 0.0)
         sweep, _ = drive(product.Sweep, torch.float32, solver, HALF, steps, ANY_SIZES)
         monkeypatch.setattr(product.Sweep, "take", grown)
         found[value] = sweep.weight[:, lost], sweep.z
@@ -339,7 +343,7 @@ def test_a_lost_step_in_the_store_does_not_reach_the_next(monkeypatch):
 # --- where it is used -----------------------------------------------------------------------------
 
 
-def test_only_where_steps_are_rounded_and_the_kernels_run(monkeypatch):
+def test_only_where_steps_are_rounded_and_the_solver_says_so():
     for dtype in [torch.float64, torch.float32]:
         z = torch.zeros(2, 5, dtype=dtype)
         assert store_dtype(z, torch.finfo(dtype).eps, eight_bits=True) == dtype
@@ -347,11 +351,13 @@ def test_only_where_steps_are_rounded_and_the_kernels_run(monkeypatch):
     assert store_dtype(z, HALF) == torch.bfloat16
     assert store_dtype(z, torch.finfo(torch.float16).eps) == torch.bfloat16
     assert store_dtype(z, HALF, eight_bits=True) == torch.int8
-    arguments = [5], z.dtype, gdeq.Broyden(3), HALF, 3, None
-    assert PlainSweep(z, *arguments).steps.dtype == torch.bfloat16
-    assert product.Sweep(z.to(DEVICE), *arguments).steps.dtype == torch.int8
-    monkeypatch.setattr(product, "tuning", replace(product.tuning, eight_bits=False))
-    assert product.Sweep(z.to(DEVICE), *arguments).steps.dtype == torch.bfloat16
+    for solver, kept in [(gdeq.Broyden(3), torch.bfloat16), (broyden(3, 1e-3), torch.int8)]:
+        arguments = [5], z.dtype, solver, HALF, 3, None
+        assert PlainSweep(z, *arguments).steps.dtype == kept
+        assert product.Sweep(z.to(DEVICE), *arguments).steps.dtype == kept
+    for bits in [7, 32, "8", True]:
+        with pytest.raises((TypeError, ValueError), match="step_bits"):
+            gdeq.Broyden(3, step_bits=bits)
 
 
 @pytest.mark.parametrize("tol", [0.0, 1e-3])
@@ -372,7 +378,7 @@ def test_a_solve_under_autocast(tol):
     found = {}
     for kind in ["off", "plain", "triton"]:
         with choice.use(kind), torch.autocast(DEVICE.type, torch.bfloat16), torch.no_grad():
-            found[kind] = gdeq.solve(f, z0, gdeq.Broyden(11 if tol else 5, tol))
+            found[kind] = gdeq.solve(f, z0, broyden(11 if tol else 5, tol))
     inverse = found["triton"].inverse.vectors
     assert isinstance(inverse, ProductInverse)
     assert inverse.steps.dtype == torch.int8
@@ -435,7 +441,7 @@ def test_steps_in_eight_bits_do_not_spoil_the_gradient(form):
             torch.autocast(DEVICE.type, torch.bfloat16, enabled=kernels != ""),
         ):
             solution = gdeq.fixed_point(
-                lambda z: torch.tanh(layer(z) + x), torch.zeros_like(x), gdeq.Broyden(9, 0.0)
+                lambda z: torch.tanh(layer(z) + x), torch.zeros_like(x), broyden(9, 0.0)
             )
             (solution.z * torch.linspace(-1, 1, 192, device=DEVICE)).sum().backward()
         if kernels == form:

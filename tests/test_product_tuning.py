@@ -234,7 +234,9 @@ def test_an_iterate_is_two_kernels_and_the_end_is_one(monkeypatch, tol):
         found = sweep.settle(2)
         assert watched.lately() == ["_settle"]
     assert found.parts is sweep.parts
-    assert torch.equal(found.parts, state.split_buffer(found.z, sizes, torch.bfloat16))
+    assert (found.z is None) == (tol == 0)  # in parts alone
+    if found.z is not None:
+        assert torch.equal(found.parts, state.split_buffer(found.z, sizes, torch.bfloat16))
     assert not z.any()
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 LEVELS = 127
+BLOCK = 1024
 LEAST = 1e-30  # a chunk whose largest number is below counts as zero: the square is lost anyway
 
 

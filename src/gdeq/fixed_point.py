@@ -85,11 +85,11 @@ def solve_and_attach(
             torch.clear_autocast_cache()  # as in `LastEvaluation`
             if isinstance(evaluation, DirectEvaluation):
                 evaluation.at(space.leaves(solution.z, "z", cast=False))
-            else:
-                evaluation.at(z)
+        if isinstance(evaluation, DirectEvaluation):
+            return evaluation.attach(z, solution), solution
+        z = space.pack(solution.z) if z is None else z
+        evaluation.at(z)
         attached = evaluation.attach(z, solution)
-    if isinstance(evaluation, DirectEvaluation):
-        return attached, solution
     return solution.z if attached is z else space.unpack(attached), solution
 
 
@@ -98,7 +98,8 @@ def _unrolled(
 ) -> Solution:
     solution = None
     if solver is not None:
-        z, solution = solve_space(f, z.detach(), space, solver)
+        found, solution = solve_space(f, z.detach(), space, solver)
+        z = space.pack(solution.z) if found is None else found
         torch.clear_autocast_cache()
     with full_precision(space.device):
         z, residuals = gradient.unroll(

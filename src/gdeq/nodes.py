@@ -400,15 +400,18 @@ class DirectEvaluation:
             self.out = self.f.leaves(z)
         return self.out
 
-    def attach(self, z: Tensor, solution: Solution) -> State:  # z: (batch, d)
-        """The solution's z, with gradients to all that f closes over."""
+    def attach(self, z: Tensor | None, solution: Solution) -> State:  # z: (batch, d)
+        """The solution's z, with gradients to all that f closes over.
+
+        z: the same as a vector; None where that has no more digits.
+        """
         if not any(leaf.requires_grad for leaf in self.out):
             return solution.z  # f is a constant: nothing to differentiate
         space, link = self.f.space, self.link
         link.solution = _held(link.gradient, solution)
         leaves = space.leaves(solution.z, "z", cast=False)
         with torch.enable_grad():
-            inside = self.f.inside(z)
+            inside = None if z is None else self.f.inside(z)
             return space.state(_Direct.apply(link, space, leaves, inside, *self.out, *self.z_in))
 
 

@@ -26,10 +26,13 @@ One pass over the store gives all a_j, and the new row of G with them; a recurre
 numbers gives the weights; a second pass combines.  A factor that was skipped (a denominator or a
 change of g that is only rounding) has ``keep`` false and weight 0.
 
-Where f computes in half precision, steps are rounded before they are kept (`store_dtype`), on a GPU
-to 8 bits where that is switched on (`gdeq.eight_bits`).  The step that is taken is the rounded one,
+Where f computes in half precision, steps are rounded before they are kept (`store_dtype`), to 8
+bits where the solver says so (`gdeq.eight_bits`).  The step that is taken is the rounded one,
 so z and the store belong together; the inverse meets its newest secant equation B⁻¹y = s up to what
 was rounded off, s' − s, over the factor by which s is longer than q.
+
+Where f takes and returns bfloat16 and the number of steps is fixed (tol=0), z itself is kept as f
+is given it (`rounds_z`): a float32 z of which f sees eight bits makes g no better known.
 
 Limits: full steps, and a store of all of them.  A bounded memory drops the oldest *term* of a sum,
 for which there is no counterpart in a product, so there the plain form is used.
@@ -43,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gdeq.eight_bits import Scales, chunks_of, in_full, rounded_to_eight_bits
+from gdeq.eight_bits import BLOCK, Scales, chunks_of, in_full, rounded_to_eight_bits
 from gdeq.kernels import choice
 from gdeq.ledger import Ledger
 from gdeq.narrowing import Samples, first_active
@@ -139,7 +142,7 @@ def no_inverse(x: Tensor) -> ProductInverse:  # (batch, d)
 class Settled(NamedTuple):
     """What a sweep has found for each sample."""
 
-    z: Tensor  # (batch, d)
+    z: Tensor | None  # (batch, d); None where it is in parts alone
     parts: Tensor | None  # (batch·d,) the same in parts, where that is at hand
     residual: Tensor  # (batch,)
     steps: Tensor  # (batch,)
@@ -209,6 +212,10 @@ def short_anderson(solver: Solver) -> bool:
     return type(solver) is Anderson and solver.memory <= MOST_DIFFERENCES
 
 
+def in_eight_bits(solver: Solver) -> bool:
+    return isinstance(solver, Broyden) and solver.step_bits == 8
+
+
 def store_dtype(z: Tensor, precision: float, eight_bits: bool = False) -> torch.dtype:
     """For an f in half precision bfloat16, which has the range of z.
 
@@ -220,6 +227,14 @@ def store_dtype(z: Tensor, precision: float, eight_bits: bool = False) -> torch.
     return torch.int8 if eight_bits else torch.bfloat16
 
 
+def rounds_z(solver: Solver, dtype: torch.dtype) -> bool:
+    """Whether each z is rounded to the dtype that f is given.
+
+    Not with a tolerance: that may be below the rounding of two bfloat16, z and f(z).
+    """
+    return solver.tol == 0 and dtype == torch.bfloat16
+
+
 def iterate(
     f: Vectorized,
     z: Tensor,  # (batch, d)
@@ -229,7 +244,7 @@ def iterate(
     right: Tensor | None,  # (batch, d)
     last: VectorMap | None = None,
 ) -> tuple[Any, ...]:
-    """The fields of `gdeq.solve.Iterates`, except the solver's state.
+    """The fields of `gdeq.solve.Iterates`, except the solver's state.  z may be in parts alone.
 
     last: f once more, called in its place at the iterate that is known to be the last (tol=0), and
         with the z that is returned for a sample that stopped before.
@@ -286,8 +301,8 @@ def iterate(
         samples.rehearse()
     found: Settled = sweep.settle(step)
     trace = sweep.trace[: int(found.steps.max()) if looks else step]
-    z, parts, residual, steps, codes, inverse = found
-    return z, residual, steps, codes, trace, step + 1, inverse, parts
+    vector, parts, residual, steps, codes, inverse = found
+    return vector, residual, steps, codes, trace, step + 1, inverse, parts
 
 
 class PlainSweep:
@@ -296,10 +311,10 @@ class PlainSweep:
     The plain twin of `gdeq.kernels.product.Sweep`.  Only the newest z is kept; a sample that must
     go back to an earlier iterate gets it from the first one and the steps, by the same additions.
 
-    block: keep steps in 8 bits, in chunks of so many numbers (for comparison with the kernels).
+    block: numbers in a chunk of a step in 8 bits.
     """
 
-    block: int | None = None
+    block: int = BLOCK
     rows: Tensor | None = None  # the samples that f is evaluated for, if not all
 
     def __init__(
@@ -320,17 +335,18 @@ class PlainSweep:
             max_steps,
             scale,
         )
-        dtype = torch.int8 if self.block else store_dtype(z, precision)
+        dtype = store_dtype(z, precision, in_eight_bits(solver))
         self.steps = z.new_zeros(batch, max_steps + 1, d, dtype=dtype)
         self.scales: Scales | None = None
-        if self.block:
+        if dtype == torch.int8:
             chunks = sum(chunks_of(tuple(sizes), self.block))
             values = z.new_zeros(batch, max_steps + 1, chunks, dtype=torch.float32)
             self.scales = Scales(values, tuple(sizes), self.block)
         self.gram = z.new_zeros(batch, max_steps + 1, max_steps + 1)
         self.keep = torch.zeros(batch, max_steps + 1, dtype=torch.bool, device=z.device)
         self.residuals: list[Tensor] = []
-        self.last_fz = z
+        self.rounded = rounds_z(solver, self.dtype)
+        self.last_fz = self.last_g = z
         self.floor = z.new_zeros(())
 
     @property
@@ -388,8 +404,12 @@ class PlainSweep:
         self._store(t, torch.where(good.unsqueeze(1), step, 0.0))
         if t < self.max_steps:
             moves = self.ledger.active.unsqueeze(1)
-            self.z = torch.where(moves, self.z + self._stored(t + 1)[:, t], self.z)
-        self.last_fz = fz
+            self.z = torch.where(moves, self._moved(self.z, self._stored(t + 1)[:, t]), self.z)
+        self.last_fz, self.last_g = fz, g
+
+    def _moved(self, z: Tensor, step: Tensor) -> Tensor:  # (batch, d) each
+        z = z + step
+        return z.to(self.dtype).to(z.dtype) if self.rounded else z
 
     def _store(self, t: int, step: Tensor) -> None:  # (batch, d)
         if self.scales is None:
@@ -423,7 +443,7 @@ class PlainSweep:
         # As in `Broyden.learn`: s − q is B⁻¹y there, and z has moved by the stored step.
         eps = torch.finfo(g.dtype).eps
         sound = denominator.abs() > 1e3 * eps * squared.sqrt() * norm(newest - q)
-        change = norm(fz - self.last_fz - newest)
+        change = norm(g - self.last_g)
         sound &= change > noise_level(self.precision) * (of_z + absolute)
         self.keep[:, t - 1] = good & sound
         longer = torch.where(self.keep[:, t - 1], squared / denominator, 1.0)
@@ -438,7 +458,7 @@ class PlainSweep:
     def _iterate(self, at: Tensor, last: int) -> Tensor:  # (batch,) -> (batch, d)
         z, stored = self.first.clone(), self._stored(last)
         for j in range(last):
-            z = torch.where((j < at).unsqueeze(1), z + stored[:, j], z)
+            z = torch.where((j < at).unsqueeze(1), self._moved(z, stored[:, j]), z)
         return z
 
     def settle(self, last: int) -> Settled:

@@ -25,15 +25,20 @@ from gdeq.uncompiled import uncompiled
 class Iterates:
     """The outcome of the loop, on batched vectors."""
 
-    z: Tensor  # (batch, d)
+    vector: Tensor | None  # (batch, d) z; None where it is in parts alone
     residual: Tensor  # (batch,)
     steps: Tensor  # (batch,)
     codes: Tensor  # (batch,)
     trace: Tensor  # (steps, batch)
     evals: int
     inverse: Inverse | None
-    parts: Tensor | None = None  # z once more, as `VectorMap.on_parts` takes it, if at hand
+    parts: Tensor | None = None  # z as `VectorMap.on_parts` takes it, if at hand
     state: Any = None  # what the solver learned
+
+    @property
+    def z(self) -> Tensor:  # (batch, d)
+        assert self.vector is not None
+        return self.vector
 
     @property
     def converged(self) -> Tensor:  # (batch,)
@@ -140,14 +145,16 @@ def check_solver(solver: object, *, linear: bool = False) -> Solver:
 
 def solve_space(
     f: Vectorized, z: Tensor, space: StateSpace, solver: Solver, last: VectorMap | None = None
-) -> tuple[Tensor, Solution]:
-    """`iterate` without autograd and outside autocast: the vector, and all in the user's terms."""
+) -> tuple[Tensor | None, Solution]:
+    """`iterate` without autograd and outside autocast: z as a vector, and all in the user's terms.
+
+    The vector is None where z is known to no more digits than the user's tensors have.
+    """
     precision = space.precision()
     with torch.no_grad(), full_precision(space.device):
         found = iterate(f, z, solver, precision=precision, last=last)
-    parts = found.parts
-    return found.z, Solution(
-        z=space.unpack(found.z) if parts is None else space.state(space.in_parts(parts)),
+    solution = Solution(
+        z=_state_of(found, space),
         converged=found.converged,
         residual=found.residual,
         steps=found.steps,
@@ -157,6 +164,13 @@ def solve_space(
         codes=found.codes,
         precision=precision,
     )
+    return found.vector, solution
+
+
+def _state_of(found: Iterates, space: StateSpace) -> State:
+    if found.parts is not None:
+        return space.state(space.in_parts(found.parts))
+    return space.unpack(found.z)
 
 
 @uncompiled

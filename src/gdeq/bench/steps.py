@@ -49,6 +49,7 @@ class Setup:
     forward: int = 18  # Broyden steps
     backward: int = 20  # of Implicit
     memory: int | None = None  # updates that Broyden's method keeps; None: all
+    step_bits: int = 8  # of a step in half precision, as in `gdeq train`
     precision: str = "bf16"  # of ours: float32, tf32, bf16
     rounds: int = 20
     device: str = "cuda"
@@ -102,7 +103,7 @@ def arithmetic(setup: Setup, name: str) -> Iterator[None]:
 
 def build(setup: Setup, gradient: Gradient, fused: bool | str = "auto") -> MDEQ:
     torch.manual_seed(0)
-    solver = Broyden(setup.forward, tol=0.0, memory=setup.memory)
+    solver = Broyden(setup.forward, tol=0.0, memory=setup.memory, step_bits=setup.step_bits)
     kind: dict[str, Any] = {"dropout": 0.0, "outer_norm": "group", "fused": fused}
     model = mdeq(setup.size, solver=solver, gradient=gradient, **kind).to(setup.device)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gdeq.anderson_steps import roundings
-from gdeq.eight_bits import Scales
+from gdeq.eight_bits import BLOCK, Scales
 from gdeq.kernels import state
 from gdeq.kernels.choice import on_device
 from gdeq.kernels.chunks import (
@@ -29,9 +29,10 @@ from gdeq.kernels.chunks import (
     work,
 )
 from gdeq.kernels.product_judge import ACTIVE, REALS, STEPS, WHOLES, finish, judge
+from gdeq.kernels.words import MOST_NUMBERS, products_of_words
 from gdeq.ledger import flight_limit
 from gdeq.narrowing import first_active, gathered_parts
-from gdeq.product import ProductInverse, Settled, store_dtype
+from gdeq.product import ProductInverse, Settled, in_eight_bits, rounds_z, store_dtype
 from gdeq.recording import recording
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver, noise_level
@@ -41,7 +42,7 @@ from gdeq.solvers.base import Solver, noise_level
 class Tuning:
     """The best that was found on an H200 (docs/performance.md)."""
 
-    block: int = 1024  # numbers in a chunk
+    block: int = BLOCK  # numbers in a chunk
     tile: int = 2  # stored steps that a program reads at once
     dots_warps: int = 1  # sums then need no other warp
     step_warps: int = 4
@@ -50,9 +51,9 @@ class Tuning:
     judge_in_dots: bool = True
     # ‖y‖ from inner products that are known, where steps are rounded: f at the last z is not read.
     change_from_dots: bool = True
-    # Where steps are rounded, to 8 bits (`gdeq.eight_bits`): faster, but not the default before a
-    # whole training has been compared (docs/performance.md).
-    eight_bits: bool = False
+    # Steps in 8 bits: four numbers at once in the first pass, and so many steps in each.
+    packed: bool = True
+    tile_of_bytes: tuple[int, int] = (4, 4)
     # Of the first pass, with steps of 16 bits: 14 programs an SM, where ptxas would take up to 253
     # for 8.  The second where 144 spill: with float16, whose range is looked at, or many steps.
     dots_registers: tuple[int, int] = (144, 168)
@@ -74,6 +75,15 @@ def _sample(rows, at, NARROW: tl.constexpr):
 
 
 @triton.jit
+def _z_here(z, parts, in_rows, in_parts, inside, ROUNDED: tl.constexpr):
+    if ROUNDED:
+        found = tl.load(parts + in_parts, mask=inside, other=0.0).to(z.dtype.element_ty)
+    else:
+        found = tl.load(z + in_rows, mask=inside, other=0.0)
+    return found
+
+
+@triton.jit
 def _store_squares(at, g, there, here, y):
     wide = g.to(tl.float64)
     tl.store(at, tl.sum(wide * wide, 0))
@@ -88,23 +98,25 @@ def _store_squares(at, g, there, here, y):
 @triton.jit(do_not_specialize=["count"])
 def _dots(
     rows, evaluated,
-    z, fz, last_fz, steps, scales, chunk_table, d, step_stride, scale_stride, arrived,
+    z, parts, fz, last_fz, steps, words, scales, chunk_table, d, step_stride, scale_stride, arrived,
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
     coordinates, products,
     batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
     MEMORY: tl.constexpr, WINDOW: tl.constexpr,
     NARROW: tl.constexpr, JUDGE: tl.constexpr, COUNTED: tl.constexpr, HALF: tl.constexpr,
-    FIRST: tl.constexpr, MEASURED: tl.constexpr,
+    ROUNDED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
-    SCALED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    PLACES: tl.constexpr, CHUNKS: tl.constexpr,
+    SCALED: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """a_j = s_jᵀg, the new row s_jᵀs_{t−1} of G, and ‖g‖², ‖f(z)‖², ‖z‖², ‖y‖²: one chunk of each.
 
     Where squares may have overflowed or vanished, they are summed again in float64.  MEASURED: ‖y‖
     is not found in another way.  JUDGE: the program of a sample that is done last also judges it.
     SCALED: steps are whole numbers, and only their sums are multiplied by what these count.
+    PACKED: four of them at once, from the same memory as words (`gdeq.kernels.words`).
     HALF: f was given z in float16; where z is out of its range, f(z) counts as NaN.
+    ROUNDED: z is in parts alone (`gdeq.product.rounds_z`).
     COUNTED: in a repetition, which iterate it is, is known from the sample itself.
     NARROW: f was evaluated for these rows alone, so only what it takes and returns is in parts.
     """
@@ -122,7 +134,7 @@ def _dots(
         chunk_table, b, at_parts, chunk, evaluated, d, ALIGNED, BLOCK
     )
     column, inside = row + lane, lane < length
-    here = tl.load(z + in_rows, mask=inside, other=0.0)
+    here = _z_here(z, parts, in_rows, in_parts, inside, ROUNDED)
     there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
     if HALF:
         there = tl.where(tl.abs(here) <= LARGEST_HALF, there, float("nan"))
@@ -135,12 +147,14 @@ def _dots(
     units = scales + b * scale_stride + chunk
     unit = tl.cast(1.0, kind)  # of the newest
     if count > 0:
-        newest = tl.load(base + tl.cast(last, tl.int64) * d + column, mask=inside, other=0)
-        newest = numbers(newest, kind, SCALED)
         if SCALED:
             unit = tl.load(units + last * chunks).to(kind)
-        tl.store(out + last, tl.sum(newest * g, 0) * unit)
-        tl.store(out + PLACES + last, tl.sum(newest * newest, 0) * unit * unit)
+        if MEASURED or not PACKED:
+            newest = tl.load(base + tl.cast(last, tl.int64) * d + column, mask=inside, other=0)
+            newest = numbers(newest, kind, SCALED)
+        if not PACKED:
+            tl.store(out + last, tl.sum(newest * g, 0) * unit)
+            tl.store(out + PLACES + last, tl.sum(newest * newest, 0) * unit * unit)
         if MEASURED:
             before = tl.load(last_fz + in_parts, mask=inside, other=0.0).to(kind)
             y = there - before - newest * unit
@@ -159,6 +173,13 @@ def _dots(
     tl.store(at + 3, yy.to(tl.float64))
     if (least < SMALL) | ((largest <= 1 / SMALL) == 0):  # NaN too
         _store_squares(at, g, there, here, y)
+    if PACKED:
+        if count > 0:
+            products_of_words(
+                words + (b * step_stride + row) // 4, units, g, unit, out,
+                d, length, chunks, count, BLOCK, TILE, PLACES,
+            )  # fmt: skip
+        last = 0  # the loop below has nothing to do
     for first in range(0, last, TILE):
         j = first + tl.arange(0, TILE)
         known = j < last
@@ -210,12 +231,14 @@ def _judge(
 
 
 @triton.jit
-def _moved(z, step, unit, SCALED: tl.constexpr):
+def _moved(z, step, unit, SCALED: tl.constexpr, ROUNDED: tl.constexpr):
     """z + s, rounded in one way wherever it is computed."""
     if SCALED:
         z = tl.fma(step.to(z.dtype), tl.zeros_like(z) + unit, z)
     else:
         z += step.to(z.dtype)
+    if ROUNDED:
+        z = z.to(tl.bfloat16).to(z.dtype)
     return z
 
 
@@ -225,13 +248,14 @@ def _step(
     z, moved, fz, steps, scales, parts, chunk_table, weight, lead, moves, taken,
     d, step_stride, scale_stride, chunks, count,
     NARROW: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr,
-    SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    ROUNDED: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     BACKWARDS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into ``moved``: one chunk.
 
     That is z itself but for the FIRST step, which leaves z as it is; then z goes there also of a
     sample that does not move.  taken: the steps of each sample, this one too (if COUNTED).
+    ROUNDED: z is in parts alone, and changed there.
     """
     chunk, at_parts = work(BACKWARDS)
     b = _sample(rows, at_parts, NARROW)
@@ -245,7 +269,7 @@ def _step(
         chunk_table, b, at_parts, chunk, evaluated, d, ALIGNED, BLOCK
     )
     inside = lane < length
-    here = tl.load(z + in_rows, mask=inside, other=0.0)
+    here = _z_here(z, parts, in_rows, in_parts, inside, ROUNDED)
     share = tl.load(lead + b)
     base = steps + b * step_stride
     units = scales + b * scale_stride + chunk
@@ -267,11 +291,12 @@ def _step(
         unit = tl.cast(1.0, kind)
     tl.store(out, step.to(steps.dtype.element_ty), mask=inside)
     if goes != 0:
-        here = _moved(here, step, unit, SCALED)
-    if FIRST:
+        here = _moved(here, step, unit, SCALED, ROUNDED)
+    if FIRST and not ROUNDED:
         goes += 1  # or stays, but in another place
     if goes != 0:
-        tl.store(moved + in_rows, here, mask=inside)
+        if not ROUNDED:
+            tl.store(moved + in_rows, here, mask=inside)
         if PARTS:
             tl.store(parts + in_parts, here.to(parts.dtype.element_ty), mask=inside)
 
@@ -281,8 +306,8 @@ def _settle(
     first, z, parts, steps, scales, real, whole, keep, trace, codes, residuals, taken, kept,
     chunk_table, batch, d, step_stride, scale_stride, chunks, most, precision,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr,
-    PARTS: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    PLACES: tl.constexpr,
+    PARTS: tl.constexpr, ROUNDED: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """`Ledger.finish` and `PlainSweep.settle`: some chunks of one sample.
 
@@ -314,8 +339,9 @@ def _settle(
                 unit = tl.cast(1.0, total.dtype)
                 if SCALED:
                     unit = tl.load(units + j * chunks).to(total.dtype)
-                total = _moved(total, numbers(s, total.dtype, SCALED), unit, SCALED)
-            tl.store(z + in_rows, total, mask=inside)
+                total = _moved(total, numbers(s, total.dtype, SCALED), unit, SCALED, ROUNDED)
+            if not ROUNDED:
+                tl.store(z + in_rows, total, mask=inside)
             if PARTS:
                 tl.store(parts + in_parts, total.to(parts.dtype.element_ty), mask=inside)
 
@@ -363,7 +389,7 @@ class Sweep:
         whole = solver.tol == 0 or recording(device)
         room = max_steps + 1 if whole else min(max_steps + 1, 8)
         self.memory = solver.memory if isinstance(solver, Anderson) else 0
-        kept = store_dtype(z, precision, tuning.eight_bits and not self.memory)
+        kept = store_dtype(z, precision, in_eight_bits(solver))
         self.steps = z.new_empty(batch, room, d, dtype=kept)
         # Of each chunk of a step in 8 bits; else never read.
         self.scaled, self.sizes = kept == torch.int8, tuple(sizes)
@@ -391,6 +417,7 @@ class Sweep:
         rounded = self.steps.dtype != z.dtype
         # ‖y‖; else nothing keeps f
         self.measured = not ((rounded and tuning.change_from_dots) or self.memory)
+        self.rounded = rounds_z(solver, dtype) and not self.measured
         self.returned = self.last_fz = self.parts
         self.another_size = True  # than the last f(z) had
 
@@ -476,10 +503,10 @@ class Sweep:
         }
         at_once = tuning.judge_in_dots and tuning.dots_warps == 1
         _dots[(chunks, evaluated)](
-            rows, evaluated, self.z, fz, self.last_fz, self.steps, self.scales, self.table,
-            d, *strides, self.arrived, *verdict,
-            JUDGE=at_once, HALF=self.parts.dtype == torch.float16,
-            **common, **judging, **self._tiles(), **self._registers(),
+            rows, evaluated, self.z, self.parts, fz, self.last_fz, self.steps, self._words(),
+            self.scales, self.table, d, *strides, self.arrived, *verdict,
+            JUDGE=at_once, HALF=self.parts.dtype == torch.float16, ROUNDED=self.rounded,
+            PACKED=self._packed(), **common, **judging, **self._tiles(0), **self._registers(),
             num_warps=tuning.dots_warps,
         )  # fmt: skip
         if not at_once:
@@ -495,7 +522,7 @@ class Sweep:
         d = self.z.shape[1]
         rows, evaluated = self._evaluated()
         before = self.z
-        if t == 0:
+        if t == 0 and not self.rounded:
             self.z = torch.empty_like(before)
             self.parts = self.parts if self.in_parts else self.z.view(-1)
         strides, chunks = (self.steps.stride(0), self.scales.stride(0)), len(self.table)
@@ -503,16 +530,23 @@ class Sweep:
             rows, evaluated, before, self.z, fz, self.steps, self.scales, self.parts, self.table,
             self.weight, self.lead, self.moves, self.whole[STEPS], d, *strides, chunks, t,
             NARROW=self.rows is not None, COUNTED=counted, FIRST=t == 0, PARTS=self.in_parts,
-            BACKWARDS=tuning.backwards, PLACES=self.places,
-            **self._tiles(), num_warps=tuning.step_warps,
+            ROUNDED=self.rounded, BACKWARDS=tuning.backwards, PLACES=self.places,
+            **self._tiles(1), num_warps=tuning.step_warps,
         )  # fmt: skip
 
-    def _tiles(self) -> dict[str, int | bool]:
+    def _packed(self) -> bool:
+        possible = self.aligned and tuning.block <= MOST_NUMBERS and self.z.dtype == torch.float32
+        return tuning.packed and self.scaled and possible
+
+    def _words(self) -> Tensor:
+        return self.steps.view(torch.int32) if self._packed() else self.steps
+
+    def _tiles(self, of_pass: int) -> dict[str, int | bool]:
         return {
             "SCALED": self.scaled,
             "ALIGNED": self.aligned,
             "BLOCK": tuning.block,
-            "TILE": tuning.tile,
+            "TILE": tuning.tile_of_bytes[of_pass] if self.scaled else tuning.tile,
         }
 
     def _registers(self) -> dict[str, int]:
@@ -542,7 +576,7 @@ class Sweep:
         # They have gone back with z.  The graph of an f that was differentiated in the solve reads
         # the same memory: for a sample whose f was not finite there, so neither is its gradient.
         parts = self.parts if self._all_in_parts() else None
-        return Settled(self.z, parts, residual, taken, codes, inverse)
+        return Settled(None if self.rounded else self.z, parts, residual, taken, codes, inverse)
 
     def _all_in_parts(self) -> bool:
         return self.in_parts and self.rows is None
@@ -559,7 +593,7 @@ class Sweep:
                 batch, d, self.steps.stride(0), self.scales.stride(0), len(self.table),
                 self.max_steps, float(self.precision),
                 WATCH=self.solver.tol > 0, RELATIVE_STOP=self.solver.stop == "relative",
-                PARTS=self._all_in_parts(), SCALED=self.scaled,
+                PARTS=self._all_in_parts(), ROUNDED=self.rounded, SCALED=self.scaled,
                 ALIGNED=self.aligned, BLOCK=tuning.block, PLACES=self.places,
                 num_warps=tuning.step_warps,
             )  # fmt: skip

@@ -34,6 +34,8 @@ class SolverConfig:
     max_iter: int = 18  # steps at most
     tol: float = 1e-3  # a sample is done at this relative residual; 0: always all steps
     memory: int | None = None  # steps remembered; null: all of them (anderson: 5)
+    # broyden, on a GPU in half precision: how a step is kept, 16 or 8; null: 8 with tol=0
+    step_bits: int | None = None
 
     def __post_init__(self) -> None:
         check_choice(self, "name", ("broyden", "anderson", "picard"))
@@ -45,7 +47,10 @@ class SolverConfig:
         if self.name == "anderson":
             memory = 5 if self.memory is None else self.memory
             return Anderson(max_iter=self.max_iter, tol=self.tol, memory=memory)
-        return Broyden(max_iter=self.max_iter, tol=self.tol, memory=self.memory)
+        bits = self.step_bits
+        if bits is None:  # the state of an MDEQ is normalised
+            bits = 16 if self.tol > 0 else 8
+        return Broyden(max_iter=self.max_iter, tol=self.tol, memory=self.memory, step_bits=bits)
 
 
 @options
