@@ -188,7 +188,8 @@ class MDEQ(nn.Module):
             opened.enter_context(hold(cell))
             with branches.on(2):
                 if aside:
-                    mdeq_fused.prepare_early(cell, images)
+                    from_zero = isinstance(self.deq, DEQ) and self.deq._shortcut() is not None
+                    mdeq_fused.prepare_early(cell, images, from_zero)
                 branches.mark("cell")
             injection = self.stem(images)
             branches.await_("cell")
