@@ -21,13 +21,14 @@ from gdeq.bench.steps import Setup, arithmetic, build, default_setup, in_graph, 
 from gdeq.gradients import GDEQ
 from gdeq.kernels import classifier, loss
 from gdeq.kernels.norms import fusion_whole
-from gdeq.models import layers, mdeq
+from gdeq.models import layers, mdeq, mdeq_fused
 
 SWITCHES: dict[str, tuple[Any, str]] = {
     "zeros beside group norms": (layers, "group_rooms"),
     "shortcuts joined": (layers, "joined_shortcuts"),
     "images of 8 channels": (layers, "wide_images"),
     "weights beside the stem": (mdeq, "weights_beside"),
+    "first f from what samples share": (mdeq_fused, "zero_start"),
     "whole sums of two norms": (fusion_whole, "masked"),
     "classifier": (classifier, "enabled"),
     "loss": (loss, "enabled"),

@@ -23,6 +23,7 @@ from gdeq.kernels import choice
 from gdeq.models.mdeq import mdeq
 from gdeq.recording import Repeated, Stage, rehearsal
 from gdeq.solution import Status
+from played import Event, Graph, Played
 from problems import assert_near, leaves
 from sweeps import ledger_of
 
@@ -698,36 +699,6 @@ def test_a_table_for_all_samples_may_have_as_many_rows_as_are_left(form, size, r
 
 
 # --- recorded ------------------------------------------------------------------------------------
-
-
-class Event:
-    def record(self):
-        pass
-
-    def synchronize(self):
-        pass
-
-
-class Graph:
-    def __init__(self, replay):
-        self.replay = replay
-
-
-class Played:
-    """Stands for a recording: what would be recorded is called whenever it would be played."""
-
-    def __init__(self):
-        self.log = []
-
-    def repeat(self, judge, go_on, unfinished, most, every, changes=()):
-        def graph(name, work):
-            return Graph(lambda: (self.log.append(name), work()))
-
-        stages = [Stage(graph("judge", judge), graph("go on", go_on))]
-        for few, change in changes:
-            once = graph(f"at most {few}", change)
-            stages.append(Stage(graph("judge", judge), graph("go on", go_on), once, few))
-        Repeated(stages, unfinished, most, every).replay()
 
 
 @pytest.fixture

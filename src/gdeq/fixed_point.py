@@ -31,7 +31,7 @@ from gdeq.solution import Solution, Status
 from gdeq.solve import check_solver, solve_space
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
-from gdeq.state import State, StateSpace, Vectorized, full_precision
+from gdeq.state import State, StateSpace, Vectorized, VectorMap, full_precision
 from gdeq.uncompiled import uncompiled
 
 
@@ -54,9 +54,15 @@ def fixed_point(
 
 
 def solve_and_attach(
-    f: Callable[[State], State], z0: State, solver: Solver | None, gradient: Gradient
+    f: Callable[[State], State],
+    z0: State,
+    solver: Solver | None,
+    gradient: Gradient,
+    first: Callable[[State], State] | None = None,
 ) -> tuple[State, Solution]:
     """`fixed_point`: z with its gradients, and the solution.
+
+    first: f as it is computed at z0, without autograd; a solve calls it there in f's place.
 
     The solution's own z is the same tensors where z has no gradients or is unrolled.  Else it is
     without gradients, in memory of its own that f's graph reads: it must not be changed in place.
@@ -64,9 +70,10 @@ def solve_and_attach(
     check_pair(solver, gradient)
     space = StateSpace(z0)
     on_vectors = space.vectorize(f)
+    at_start = None if first is None else space.vectorize(first)
     start = space.start(z0)
     if isinstance(gradient, Unrolled):
-        solution = _unrolled(on_vectors, start, space, solver, gradient)
+        solution = _unrolled(on_vectors, start, space, solver, gradient, at_start)
         return solution.z, solution
     assert solver is not None
     evaluation: TwiceEvaluation | DirectEvaluation
@@ -77,7 +84,7 @@ def solve_and_attach(
         evaluation = DirectEvaluation(on_vectors, gradient)
         if torch.is_grad_enabled() and differentiates_in_the_solve(space, solver, gradient):
             last = LastEvaluation(on_vectors, evaluation)
-    z, solution = solve_space(on_vectors, start.detach(), space, solver, last)
+    z, solution = solve_space(on_vectors, start.detach(), space, solver, last, at_start)
     if not torch.is_grad_enabled():
         return solution.z, solution
     with full_precision(space.device):
@@ -94,11 +101,16 @@ def solve_and_attach(
 
 
 def _unrolled(
-    f: Vectorized, z: Tensor, space: StateSpace, solver: Solver | None, gradient: Unrolled
+    f: Vectorized,
+    z: Tensor,
+    space: StateSpace,
+    solver: Solver | None,
+    gradient: Unrolled,
+    first: VectorMap | None,
 ) -> Solution:
     solution = None
     if solver is not None:
-        found, solution = solve_space(f, z.detach(), space, solver)
+        found, solution = solve_space(f, z.detach(), space, solver, first=first)
         z = space.pack(solution.z) if found is None else found
         torch.clear_autocast_cache()
     with full_precision(space.device):

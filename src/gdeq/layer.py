@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gdeq import narrowing, product
 from gdeq.fixed_point import check_pair, solve_and_attach
 from gdeq.gradients import DEFAULT, Gradient
+from gdeq.hooks import unwatched
 from gdeq.kernels import choice
 from gdeq.options import describe
 from gdeq.regularize import hold
@@ -84,6 +85,12 @@ class DEQ(nn.Module):
     where the cell has such a method (which also says what form ``start`` must return); else it is
     zeros like x.  ``solution`` is the record of the last call (its z is
     detached; it keeps the solver's inverse in memory until the next call).
+
+    A cell whose f is cheaper at its initial state than elsewhere may say so by a method
+    ``at_initial_state(x, ...)`` that returns ``cell(cell.initial_state(x, ...), x, ...)``, or None
+    for a call as usual.  It is called without autograd, for the first evaluation of a solve that
+    begins there; not where the cell has hooks, nor where a subclass has another ``forward`` or
+    ``initial_state`` and no such method of its own.
     """
 
     _warned = False  # of unsteady parts: once a layer
@@ -120,19 +127,20 @@ class DEQ(nn.Module):
     @uncompiled
     def forward(self, *inputs: Any, z0: State = None, **options: Any) -> State:
         self.solution = None  # frees the last call's inverse before this one grows
-        note = ""
+        note, first = "", None
         if z0 is None:
             if self.start is not None:
                 z0, note = self._started(*inputs, **options), FROM_START
             else:
                 z0 = self._initial_state(*inputs, **options)
+                first = self._first(inputs, options)
                 note = "" if hasattr(self.cell, "initial_state") else FROM_ZEROS
         if self.solver is not None and not self._warned:  # unrolled, a mask a layer is no harm
             self._warn_of_unsteady_parts()
         with hold(self.cell):
             try:
                 z, solution = solve_and_attach(
-                    self._map(inputs, options), z0, self.solver, self.gradient
+                    self._map(inputs, options), z0, self.solver, self.gradient, first
                 )
             except Exception as problem:
                 if note:
@@ -181,6 +189,25 @@ class DEQ(nn.Module):
         if self.narrow and not self.training and narrowing.allowed(self.cell):
             return narrowing.CellOnInputs(self.cell, inputs, options, self._narrowed_well)
         return lambda z: self.cell(z, *inputs, **options)
+
+    def _first(
+        self, inputs: tuple[Any, ...], options: dict[str, Any]
+    ) -> Callable[[State], State] | None:
+        """f at the cell's initial state, where the cell may have a cheaper way to it."""
+        shortcut = self._shortcut()
+        if shortcut is None:
+            return None
+
+        def first(z: State) -> State:
+            found = shortcut(*inputs, **options)
+            return self.cell(z, *inputs, **options) if found is None else found
+
+        return first
+
+    def _shortcut(self) -> Callable[..., State] | None:
+        """The cell's ``at_initial_state``, if a call without z0 will use it."""
+        begins_there = self.solver is not None and self.start is None
+        return _at_initial_state(self.cell) if begins_there else None
 
     def _check_start(self) -> None:
         if self.start is not None and (not callable(self.start) or isinstance(self.start, type)):
@@ -261,6 +288,25 @@ class DEQ(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # The record is of one call; copies and pickles of the layer start without it.
         return {**super().__getstate__(), "solution": None, "_narrowed_well": set()}
+
+
+def _at_initial_state(cell: Any) -> Callable[..., State] | None:
+    """The method of that name, where it speaks of what a call would compute: nothing that it
+    stands for is defined further down, by a subclass or for this cell alone, and no hook waits."""
+    own, start = (_definer(cell, name) for name in ("at_initial_state", "initial_state"))
+    if own is None or start is None or (isinstance(cell, nn.Module) and not unwatched(cell)):
+        return None
+    for name in ("initial_state", "forward", "__call__"):
+        of_all = _definer(cell, name)
+        if name in getattr(cell, "__dict__", ()) or (of_all and not issubclass(own, of_all)):
+            return None
+    found: Callable[..., State] = cell.at_initial_state
+    return found
+
+
+def _definer(cell: object, name: str) -> type | None:
+    """The class that the cell has this method from."""
+    return next((kind for kind in type(cell).__mro__ if name in vars(kind)), None)
 
 
 def _takes(cell: Callable[..., Any], *inputs: Any, **options: Any) -> bool:

@@ -243,11 +243,13 @@ def iterate(
     max_steps: int,
     right: Tensor | None,  # (batch, d)
     last: VectorMap | None = None,
+    first: VectorMap | None = None,
 ) -> tuple[Any, ...]:
     """The fields of `gdeq.solve.Iterates`, except the solver's state.  z may be in parts alone.
 
     last: f once more, called in its place at the iterate that is known to be the last (tol=0), and
         with the z that is returned for a sample that stopped before.
+    first: f once more, called in its place at the z given.
     """
     in_parts = isinstance(f, VectorMap) and f.parts_dtype is not None
     sizes = f.space.sizes if isinstance(f, VectorMap) and in_parts else [z.shape[1]]
@@ -275,7 +277,12 @@ def iterate(
         sweep.go_back()
         return last.on_parts(sweep.parts)
 
-    sweep.take(0, evaluate())
+    def begin() -> Tensor:
+        if first is None:
+            return evaluate()
+        return first(sweep.z).reshape(-1) if samples is None else first.on_parts(sweep.parts)
+
+    sweep.take(0, begin())
     looks, step, cut = watch and not recording(z.device), 0, current() if watch else None
     if cut is not None:  # a recording repeats one step until all samples are done
         sweep.prepare_repetition()

@@ -55,6 +55,7 @@ def iterate(
     right: Tensor | None = None,  # (batch, d)
     inverse: Inverse | None = None,
     last: VectorMap | None = None,
+    first: VectorMap | None = None,
 ) -> Iterates:
     """Run ``solver`` on f from z; samples are independent systems.
 
@@ -67,14 +68,17 @@ def iterate(
     right: f(0), which says that f is affine; a relative residual is then relative to its norm, as
         for a linear system, instead of to max(‖f(z)‖, ‖z‖).
     last: f, differentiable; with ``tol=0`` it may be called in f's place at the last iterate.
+    first: f as it is computed where the solve begins, called there once.
     """
     max_steps = solver.max_iter if max_steps is None else max_steps
     if product.applies(solver, z, max_steps, inverse):  # the same, in fewer passes over memory
-        return Iterates(*product.iterate(f, z, solver, precision, max_steps, right, last))
+        return Iterates(*product.iterate(f, z, solver, precision, max_steps, right, last, first))
     scale = None if right is None else safe_norms(right)[0]
     floor = z.new_zeros(())
 
-    def evaluate(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # -> (batch, d), (batch,), (batch,)
+    def evaluate(
+        z: Tensor, f: Vectorized = f
+    ) -> tuple[Tensor, Tensor, Tensor]:  # -> (batch, d), (batch,), (batch,)
         """g, its norm, and what that is relative to."""
         fz = f(z)
         g = fz - z
@@ -83,7 +87,7 @@ def iterate(
         absolute, size, other = safe_norms(g, fz, z)
         return g, absolute, torch.maximum(torch.maximum(size, other), floor)
 
-    g, absolute, size = evaluate(z)
+    g, absolute, size = evaluate(z, first or f)
     evals = 1
     if scale is None:
         # Where z* = 0 nothing is ever small beside z; it is beside the rounding of where z began.
@@ -144,7 +148,12 @@ def check_solver(solver: object, *, linear: bool = False) -> Solver:
 
 
 def solve_space(
-    f: Vectorized, z: Tensor, space: StateSpace, solver: Solver, last: VectorMap | None = None
+    f: Vectorized,
+    z: Tensor,
+    space: StateSpace,
+    solver: Solver,
+    last: VectorMap | None = None,
+    first: VectorMap | None = None,
 ) -> tuple[Tensor | None, Solution]:
     """`iterate` without autograd and outside autocast: z as a vector, and all in the user's terms.
 
@@ -152,7 +161,7 @@ def solve_space(
     """
     precision = space.precision()
     with torch.no_grad(), full_precision(space.device):
-        found = iterate(f, z, solver, precision=precision, last=last)
+        found = iterate(f, z, solver, precision=precision, last=last, first=first)
     solution = Solution(
         z=_state_of(found, space),
         converged=found.converged,

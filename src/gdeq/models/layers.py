@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from gdeq import kernels
+from gdeq.hooks import unwatched
 from gdeq.kernels.norms import (
     BatchSource,
     Running,
@@ -58,15 +59,6 @@ def runs_as_kernels(x: Tensor, dtype: torch.dtype | None = None) -> bool:
         and kernels.available(x.device)
         and not torch.compiler.is_compiling()
     )
-
-
-def unwatched(module: nn.Module) -> bool:
-    """Whether it need not be called itself: no hook waits for that."""
-    own = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
-    of_all = nn.modules.module
-    shared = of_all._global_forward_hooks, of_all._global_forward_pre_hooks
-    back = module._backward_pre_hooks, of_all._global_backward_hooks
-    return not any((*own, *shared, *back, of_all._global_backward_pre_hooks))
 
 
 class Conv2d(nn.Conv2d):

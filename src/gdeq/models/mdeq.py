@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gdeq.gradients import DEFAULT, Gradient
+from gdeq.hooks import unwatched
 from gdeq.kernels import classifier
 from gdeq.layer import DEQ
 from gdeq.models import mdeq_fused
@@ -26,7 +27,6 @@ from gdeq.models.layers import (
     made_ready,
     ready_tensors,
     runs_as_kernels,
-    unwatched,
 )
 from gdeq.models.mdeq_cell import MDEQCell, MultiscaleState
 from gdeq.models.mdeq_config import MDEQConfig, Shape, named
@@ -188,7 +188,8 @@ class MDEQ(nn.Module):
             opened.enter_context(hold(cell))
             with branches.on(2):
                 if aside:
-                    mdeq_fused.prepare_early(cell, images)
+                    from_zero = isinstance(self.deq, DEQ) and self.deq._shortcut() is not None
+                    mdeq_fused.prepare_early(cell, images, from_zero)
                 branches.mark("cell")
             injection = self.stem(images)
             branches.await_("cell")

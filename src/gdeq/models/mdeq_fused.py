@@ -20,6 +20,10 @@ zeros cost little, since these maps are small, and a launch less is worth more:
 
 The first part of each level has arrived; the norms of the rest have groups of the same size and
 are one call.  Streams j → i < j are 1×1 convolutions at the low resolution, one for all i.
+
+A solve begins at z = 0.  There the first block of each scale makes the same of all samples, of the
+weights alone, until the injection comes in: its two convolutions, more than half of f, are left out
+(`AtZero`).  That supposes finite weights; of others the next evaluation tells.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from gdeq import kernels
 from gdeq.kernels.norms import Source, block_end_for, fuse, norm_act, per_sample
 from gdeq.models.branches import Parallel, Serial
 from gdeq.models.convolution import convolution
-from gdeq.models.mdeq_weights import BlockWeights, Norm, Prepared, Weights
+from gdeq.models.mdeq_weights import AtZero, BlockWeights, Norm, Prepared, Weights
 from gdeq.models.parts import map_parts
 from gdeq.regularize import VariationalDropout
 
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 streams_with_grad = True  # run the scales side by side under autograd too
+zero_start = True  # the first evaluation of a solve by what all samples share (`fused_at_zero`)
 
 
 # ---- f
@@ -57,12 +62,14 @@ def evaluate(
     masks: Sequence[Sequence[Tensor | None]],
     out: Tensor | None = None,
     streams: bool = True,
+    zero: Sequence[AtZero] | None = None,
 ) -> MultiscaleState:
     """f(z, injection) with all its tensors given; makes nothing that a CUDA graph cannot hold.
 
     masks: for each scale and block, (batch, channels), or None without dropout.
     out: where the result goes, one vector with all samples of the first scale, then of the next.
     streams: on a GPU, run the scales side by side; under autograd if `streams_with_grad`, too.
+    zero: where z is zero, what all samples share; without autograd.
     """
     dtype = weights.posts[0].conv.dtype
     scales = range(len(z))
@@ -72,7 +79,7 @@ def evaluate(
         weights = _affine_per_sample(weights, len(z[0]))
         # Gradients of leaves are to arrive on the current stream.
         z = tuple(part.view_as(part) for part in z)
-    inputs = _cast(z, dtype)
+    inputs = _cast(z, dtype) if zero is None else z
     injection = injection.to(dtype, memory_format=torch.channels_last)
     results: list[Any] = [None] * len(z) if grad and out is None else _parts_of(z, out)
     # Ways up have branches of their own, beside the longer ones down.
@@ -84,12 +91,12 @@ def evaluate(
     for j in scales:
         with branches.on(j):
             given = injection if j == 0 else None
-            branches.reads(
-                weights.blocks[j], weights.downs[j], weights.posts[j], z[j], inputs[j], *masks[j]
-            )
+            reduced = None if zero is None else zero[j].reduced
+            branches.reads(weights.blocks[j], weights.downs[j], weights.posts[j])
+            branches.reads(z[j], inputs[j], reduced, *masks[j])
             readers = 1 + bool(weights.downs[j]) + (weights.ups[j] is not None)
             y, *others = _blocks(
-                weights.blocks[j], z[j], inputs[j], given, masks[j], readers, alive
+                weights.blocks[j], z[j], inputs[j], given, masks[j], readers, alive, reduced
             )
             streams_out.append(y)
             branches.mark(j)
@@ -160,16 +167,23 @@ def _blocks(
     masks: Sequence[Tensor | None],
     readers: int,
     alive: list[Any],
+    reduced: Tensor | None = None,
 ) -> list[Tensor]:
     """The residual blocks of one scale.  half: z in the dtype of the convolutions.
+
+    reduced: of one sample, what the convolutions of the first block make of z, if that is known.
 
     The result is given once for each of its readers.
     """
     results = [half]
     for i, (block, mask) in enumerate(zip(blocks, masks, strict=True)):
-        expanded = convolution(half, block.expand, padding=1, pairs=block.expand_pairs)
-        inner = _normalised(expanded, block.expand_norm, relu=True)
-        reduced = convolution(inner, block.reduce, padding=1, pairs=block.reduce_pairs)
+        if i == 0 and reduced is not None:
+            reduced = reduced.expand_as(z)  # kernels read the one sample for each
+        else:
+            expanded = convolution(half, block.expand, padding=1, pairs=block.expand_pairs)
+            inner = _normalised(expanded, block.expand_norm, relu=True)
+            reduced = convolution(inner, block.reduce, padding=1, pairs=block.reduce_pairs)
+            alive += [expanded, inner]
         norms = block.reduce_norm, block.sum_norm
         results = block_end_for(
             readers if i == len(blocks) - 1 else 1,
@@ -183,7 +197,7 @@ def _blocks(
             norms[0].eps,
         )
         z = half = results[0]
-        alive += [expanded, inner, reduced, half]
+        alive += [reduced, half]
     return results
 
 
@@ -298,15 +312,20 @@ def applies(cell: MDEQCell, z: MultiscaleState, injection: Tensor) -> bool:
     return device.type == "cuda" and kernels.available(device) and dtype.itemsize == 2
 
 
-def prepare_early(cell: Any, x: Tensor) -> None:
+def prepare_early(cell: Any, x: Tensor, from_zero: bool = False) -> None:
     """Make the weights of a cell that is held (`gdeq.hold`) before it is first evaluated.
 
-    x: of the device and dtype of what it will be given.
+    x: images, on the device and of the dtype of what it will be given.
+    from_zero: it will first be evaluated at zero.
     """
     if isinstance(getattr(cell, "prepared", None), Prepared) and applies(cell, (), x):
         dtype = compute_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
-            cell.prepared.weights(cell, dtype)
+            weights = cell.prepared.weights(cell, dtype)
+            if from_zero and zero_start:
+                # With another stem than ours they may have another size, and are made then.
+                _, height, width = cell.config.state_shapes(*x.shape[-2:])[0]
+                cell.prepared.at_zero(weights, height, width)
 
 
 def fused_forward(
@@ -317,11 +336,27 @@ def fused_forward(
     streams: bool = True,
 ) -> MultiscaleState:
     """`MDEQCell.forward`.  Without autograd the result is one buffer (`as_buffer`)."""
-    dtype = compute_dtype(z[0])
-    prepared = getattr(cell, "prepared", None)
-    if not isinstance(prepared, Prepared):
-        prepared = Prepared()  # keeps nothing: no `hold` knows it
+    dtype, prepared = compute_dtype(z[0]), _prepared(cell)
     with torch.autocast(z[0].device.type, enabled=False):
         weights = prepared.weights(cell, dtype)
         injection = prepared.injection(injection, dtype)
         return evaluate(weights, z, injection, draw_masks(cell, z), out, streams)
+
+
+def fused_at_zero(cell: MDEQCell, injection: Tensor) -> MultiscaleState | None:
+    """`fused_forward` at `MDEQCell.initial_state`; None where that does not apply."""
+    if torch.is_grad_enabled() or not (zero_start and applies(cell, (), injection)):
+        return None
+    dtype, prepared = compute_dtype(injection), _prepared(cell)
+    batch, _, height, width = injection.shape
+    with torch.autocast(injection.device.type, enabled=False):
+        weights = prepared.weights(cell, dtype)
+        zero = prepared.at_zero(weights, height, width)
+        injection = prepared.injection(injection, dtype)
+        z = tuple(scale.z.expand(batch, -1, -1, -1) for scale in zero)
+        return evaluate(weights, z, injection, draw_masks(cell, z), zero=zero)
+
+
+def _prepared(cell: MDEQCell) -> Prepared:
+    found = getattr(cell, "prepared", None)
+    return found if isinstance(found, Prepared) else Prepared()  # that keeps nothing: not held

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import conv2d
 from torch.nn.utils import parametrize
 
 from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
 from gdeq.models.branches import Parallel, Serial
 from gdeq.models.convolution import Pairs, pair, transposed
+from gdeq.models.mdeq_config import halve
 from gdeq.models.parts import map_parts
 from gdeq.regularize import Held, _WeightNorm
 
@@ -125,6 +127,41 @@ def prepare(cell: MDEQCell, dtype: torch.dtype) -> Weights:
     return map_parts(template, Merged, lambda _: next(found))
 
 
+@dataclass(frozen=True)
+class AtZero:
+    """One sample of a scale at z = 0, which all samples share: (1, channels, height, width)."""
+
+    z: Tensor
+    reduced: Tensor  # what the first block makes of it, up to dropout and injection
+
+
+@torch.no_grad()
+def at_zero(weights: Weights, height: int, width: int) -> tuple[AtZero, ...]:
+    """height, width: of the highest resolution."""
+    scales = []
+    for first, *_ in weights.blocks:
+        reduced = _reduced_at_zero(first, height, width)
+        scales.append(AtZero(torch.zeros_like(reduced), reduced))
+        height, width = halve(height), halve(width)
+    return tuple(scales)
+
+
+def _reduced_at_zero(block: BlockWeights, height: int, width: int) -> Tensor:
+    """The block's second convolution of relu(norm(0)), which is relu(bias) at each pixel.
+
+    Of numbers that are the same at each pixel, a convolution is one of ones with what it makes of
+    them at each of its places: one channel instead of all.
+    """
+    weight, bias = block.reduce, block.expand_norm.bias
+    k, c, *places = weight.shape
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    inner = weight.new_zeros(c) if bias is None else torch.relu(bias).to(weight.dtype)
+    one_channel = weight.permute(0, 2, 3, 1).reshape(-1, c).to(wide) @ inner.to(wide)
+    ones = weight.new_ones((1, 1, height, width), dtype=wide)
+    reduced = conv2d(ones, one_channel.view(k, 1, *places), padding=1)
+    return reduced.to(weight.dtype, memory_format=torch.channels_last)
+
+
 def _template(cell: MDEQCell) -> Weights:
     """`Weights` with a `Merged` in place of each convolution's tensor."""
     fusions: list[Any] = list(cell.fusions)
@@ -205,7 +242,8 @@ def _merged_norm(norms: Sequence[nn.GroupNorm]) -> Norm | None:
 
 
 class Prepared(Held):
-    """A cell's prepared weights, and its injection in the right order, kept during a solve.
+    """A cell's prepared weights, what they make of z = 0, and its injection in the right order,
+    kept during a solve.
 
     It must be a submodule of the cell, so that `hold` finds it.  Each entry is kept twice, with its
     autograd history for the evaluation that is differentiated, and without for the others.
@@ -217,6 +255,15 @@ class Prepared(Held):
             return found if self._depth == 0 else found.in_pairs()  # not for one evaluation
 
         return self._kept(("weights", dtype), None, make, Weights.detach)
+
+    def at_zero(self, weights: Weights, height: int, width: int) -> tuple[AtZero, ...]:
+        """weights: those kept here."""
+        return self._kept(
+            ("at zero", weights.posts[0].conv.dtype, height, width),
+            None,
+            lambda: at_zero(weights, height, width),
+            lambda found: found,  # has no autograd history
+        )
 
     def injection(self, injection: Tensor, dtype: torch.dtype) -> Tensor:
         if injection.is_inference():  # has no version, so that changes would not be noticed
