@@ -1,6 +1,6 @@
 """What a recorded solve spends beside f: the solver's kernels alone, and w = −B⁻ᵀv.
 
-    python benchmarks/solver.py [--batch 128] [--steps 18] [--rounds 20]
+    python benchmarks/solver.py [--batch 128] [--steps 18] [--bits 8] [--rounds 20]
     TRITON_INTERPRET=1 python benchmarks/solver.py --device cpu --batch 2 --steps 3    # does it run
 
 f has its values at hand, random ones, and takes no time but that of emptying the cache, as a real
@@ -51,7 +51,7 @@ class Given:
 def measure(options: argparse.Namespace, dtype: torch.dtype, tol: float) -> None:
     f = Given(options, dtype)
     z0 = tuple(torch.zeros(shape, dtype=dtype, device=options.device) for shape in f.shapes)
-    solver = gdeq.Broyden(options.steps, tol)
+    solver = gdeq.Broyden(options.steps, tol, step_bits=options.bits)
 
     def work(v: Tensor) -> Tensor:  # (batch, d)
         solution = gdeq.solve(f, z0, solver)
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--steps", type=int, default=18)
+    parser.add_argument("--bits", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     forced = contextlib.nullcontext() if options.device == "cuda" else choice.use("triton")

@@ -51,6 +51,7 @@ class Tuning:
     judge_in_dots: bool = True
     # ‖y‖ from inner products that are known, where steps are rounded: f at the last z is not read.
     change_from_dots: bool = True
+    rounded_z: bool = True  # where `gdeq.product.rounds_z` says so
     # Steps in 8 bits: four numbers at once in the first pass, and so many steps in each.
     packed: bool = True
     tile_of_bytes: tuple[int, int] = (4, 4)
@@ -417,7 +418,7 @@ class Sweep:
         rounded = self.steps.dtype != z.dtype
         # ‖y‖; else nothing keeps f
         self.measured = not ((rounded and tuning.change_from_dots) or self.memory)
-        self.rounded = rounds_z(solver, dtype) and not self.measured
+        self.rounded = tuning.rounded_z and rounds_z(solver, dtype) and not self.measured
         self.returned = self.last_fz = self.parts
         self.another_size = True  # than the last f(z) had
 
