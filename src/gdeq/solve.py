@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,11 @@ from gdeq.recording import recording
 from gdeq.solution import Solution, Status
 from gdeq.solvers.base import Solver, select
 from gdeq.solvers.broyden import Broyden
-from gdeq.state import State, StateSpace, Vectorized, VectorMap, full_precision
+from gdeq.state import State, StateSpace, Vectorized, full_precision
 from gdeq.uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from gdeq.nodes import LastEvaluation
 
 
 @dataclass
@@ -49,7 +52,7 @@ def iterate(
     max_steps: int | None = None,
     right: Tensor | None = None,  # (batch, d)
     inverse: Inverse | None = None,
-    last: VectorMap | None = None,
+    last: LastEvaluation | None = None,
 ) -> Iterates:
     """Run ``solver`` on f from z; samples are independent systems.
 
@@ -139,7 +142,7 @@ def check_solver(solver: object, *, linear: bool = False) -> Solver:
 
 
 def solve_space(
-    f: Vectorized, z: Tensor, space: StateSpace, solver: Solver, last: VectorMap | None = None
+    f: Vectorized, z: Tensor, space: StateSpace, solver: Solver, last: LastEvaluation | None = None
 ) -> tuple[Tensor, Solution]:
     """`iterate` without autograd and outside autocast: the vector, and all in the user's terms."""
     precision = space.precision()
