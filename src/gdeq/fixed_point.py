@@ -7,7 +7,8 @@ With ``tol=0`` the last iterate is known beforehand.  In a recorded step (`gdeq.
 differentiated right there (`LastEvaluation`), and the solve learns from the same values: one
 evaluation less.  A sample for which f was not finite before has been taken back to the iterate that
 is returned; where f is not finite at the very last one, neither is its gradient.  Elsewhere f is
-evaluated once more, at what is returned.
+evaluated once more, at what is returned.  A `DEQ` may run that part of the solve beside what
+follows it (`gdeq.aside`).
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gdeq.aside import Aside
 from gdeq.gradients import DEFAULT, Gradient, Unrolled
 from gdeq.nodes import (
     DirectEvaluation,
     LastEvaluation,
     TwiceEvaluation,
     differentiates_in_the_solve,
+    may_go_aside,
     needs_second_order,
 )
 from gdeq.options import describe
@@ -59,6 +62,7 @@ def solve_and_attach(
     solver: Solver | None,
     gradient: Gradient,
     first: Callable[[State], State] | None = None,
+    aside: Aside | None = None,
 ) -> tuple[State, Solution]:
     """`fixed_point`: z with its gradients, and the solution.
 
@@ -66,6 +70,9 @@ def solve_and_attach(
 
     The solution's own z is the same tensors where z has no gradients or is unrolled.  Else it is
     without gradients, in memory of its own that f's graph reads: it must not be changed in place.
+
+    aside: where the end of the solve may run, entered; if it has begun, the solution may be read,
+        and z where it is the solution's, after its `join`.
     """
     check_pair(solver, gradient)
     space = StateSpace(z0)
@@ -83,7 +90,7 @@ def solve_and_attach(
     else:
         evaluation = DirectEvaluation(on_vectors, gradient)
         if torch.is_grad_enabled() and differentiates_in_the_solve(space, solver, gradient):
-            last = LastEvaluation(on_vectors, evaluation)
+            last = LastEvaluation(on_vectors, evaluation, aside if may_go_aside(start) else None)
     z, solution = solve_space(on_vectors, start.detach(), space, solver, last, at_start)
     if not torch.is_grad_enabled():
         return solution.z, solution

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from gdeq import narrowing, product
+from gdeq.aside import Aside
 from gdeq.fixed_point import check_pair, solve_and_attach
 from gdeq.gradients import DEFAULT, Gradient
 from gdeq.hooks import unwatched
 from gdeq.kernels import choice
 from gdeq.options import describe
-from gdeq.regularize import hold
+from gdeq.regularize import held_values, hold
 from gdeq.solution import Solution
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
@@ -81,6 +82,12 @@ class DEQ(nn.Module):
         the fixed point, for fewer steps (`gdeq.fit_start` fits one).  No gradient flows through it:
         the fixed point does not depend on where its solve began.
 
+    ``undisturbed``, False unless set, says that the cell reads its parameters, its inputs and what
+    `hold` holds, nothing else, and that nobody changes these in place between a call and its
+    backward pass.  In a step that `gdeq.capture` records, with ``tol=0``, the last evaluation then
+    runs beside what follows the layer.  (A sample for which f is not finite there, and there alone,
+    is returned as that iterate; in ``solution`` it is the one before.)
+
     ``z0`` is taken from the call; else from ``start``; else from ``cell.initial_state(x, ...)``
     where the cell has such a method (which also says what form ``start`` must return); else it is
     zeros like x.  ``solution`` is the record of the last call (its z is
@@ -95,6 +102,8 @@ class DEQ(nn.Module):
 
     _warned = False  # of unsteady parts: once a layer
     _told_idle = False  # that no sample can leave: once a layer
+    undisturbed = False
+    _aside: Aside | None = None  # the end of the last call's solve, where that runs beside others
 
     def __init__(
         self,
@@ -121,7 +130,7 @@ class DEQ(nn.Module):
         self._check_start()
         self.solver = solver
         self.gradient = gradient
-        self.solution: Solution | None = None
+        self.solution = None
         self._narrowed_well: set[Any] = set()
 
     @uncompiled
@@ -137,10 +146,16 @@ class DEQ(nn.Module):
                 note = "" if hasattr(self.cell, "initial_state") else FROM_ZEROS
         if self.solver is not None and not self._warned:  # unrolled, a mask a layer is no harm
             self._warn_of_unsteady_parts()
-        with hold(self.cell):
+        aside = Aside(lambda: (inputs, options, held_values(self.cell)))
+        with hold(self.cell), aside:
             try:
                 z, solution = solve_and_attach(
-                    self._map(inputs, options), z0, self.solver, self.gradient, first
+                    self._map(inputs, options),
+                    z0,
+                    self.solver,
+                    self.gradient,
+                    first,
+                    aside if self.undisturbed else None,
                 )
             except Exception as problem:
                 if note:
@@ -153,11 +168,27 @@ class DEQ(nn.Module):
                     )
                 raise
         if solution.z is z:  # it must stay what it is when the caller works on the output in place
+            aside.join()
             solution = replace(solution, z=copied(z))
         self.solution = solution
+        self._aside = aside if aside.begun else None
         if self.narrow and not self.training and not self._told_idle:
             self._warn_of_idle_narrowing(solution.residual)
         return z
+
+    @property
+    def solution(self) -> Solution | None:
+        if self._aside is not None:
+            self._aside.join()
+        found: Solution | None = self.__dict__.get("solution")
+        return found
+
+    @solution.setter
+    def solution(self, solution: Solution | None) -> None:
+        if self._aside is not None:  # of a call before, whose memory it keeps
+            self._aside.join()
+            self._aside = None
+        self.__dict__["solution"] = solution
 
     def train(self, mode: bool = True) -> DEQ:
         if mode:  # the cell may become another function
@@ -287,7 +318,7 @@ class DEQ(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # The record is of one call; copies and pickles of the layer start without it.
-        return {**super().__getstate__(), "solution": None, "_narrowed_well": set()}
+        return {**super().__getstate__(), "solution": None, "_aside": None, "_narrowed_well": set()}
 
 
 def _at_initial_state(cell: Any) -> Callable[..., State] | None:

@@ -41,7 +41,7 @@ for which there is no counterpart in a product, so there the plain form is used.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,9 @@ from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver, noise_level
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import Vectorized, VectorMap
+
+if TYPE_CHECKING:
+    from gdeq.nodes import LastEvaluation
 
 MOST_DIFFERENCES = 16  # of Anderson's method, whose system one program holds in registers
 MOST_STEPS = 127  # what the recurrence of one program holds in registers
@@ -242,7 +245,7 @@ def iterate(
     precision: float,
     max_steps: int,
     right: Tensor | None,  # (batch, d)
-    last: VectorMap | None = None,
+    last: LastEvaluation | None = None,
     first: VectorMap | None = None,
 ) -> tuple[Any, ...]:
     """The fields of `gdeq.solve.Iterates`, except the solver's state.  z may be in parts alone.
@@ -275,6 +278,7 @@ def iterate(
         if last is None or step < max_steps or watch:
             return samples.evaluate()
         sweep.go_back()
+        last.begin(sweep)  # what follows, to the end of the solve, may run aside
         return last.on_parts(sweep.parts)
 
     def begin() -> Tensor:

@@ -19,10 +19,13 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from gdeq.aside import Aside
 
 # Not context variables: the backward pass runs in a thread of its own.
 _rehearsing = [False]
@@ -117,6 +120,7 @@ class Recording:
         self.thread = threading.get_ident()
         self.parts: list[torch.cuda.CUDAGraph | Repeated] = []
         self.open: torch.cuda.CUDAGraph | None = None
+        self.asides: list[Aside] = []  # begun since it was opened
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
@@ -142,7 +146,12 @@ class Recording:
     def _end(self) -> torch.cuda.CUDAGraph:
         assert self.open is not None
         graph, self.open = self.open, None
-        graph.capture_end()
+        asides, self.asides = self.asides, []
+        try:
+            for aside in asides:
+                aside.end()
+        finally:
+            graph.capture_end()
         return graph
 
     def repeat(

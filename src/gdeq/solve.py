@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from gdeq.solvers.base import Solver, select
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import State, StateSpace, Vectorized, VectorMap, full_precision
 from gdeq.uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from gdeq.nodes import LastEvaluation
 
 
 @dataclass
@@ -54,7 +57,7 @@ def iterate(
     max_steps: int | None = None,
     right: Tensor | None = None,  # (batch, d)
     inverse: Inverse | None = None,
-    last: VectorMap | None = None,
+    last: LastEvaluation | None = None,
     first: VectorMap | None = None,
 ) -> Iterates:
     """Run ``solver`` on f from z; samples are independent systems.
@@ -152,7 +155,7 @@ def solve_space(
     z: Tensor,
     space: StateSpace,
     solver: Solver,
-    last: VectorMap | None = None,
+    last: LastEvaluation | None = None,
     first: VectorMap | None = None,
 ) -> tuple[Tensor | None, Solution]:
     """`iterate` without autograd and outside autocast: z as a vector, and all in the user's terms.

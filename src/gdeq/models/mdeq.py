@@ -170,6 +170,7 @@ class MDEQ(nn.Module):
         self.config = config
         self.stem = Stem(config)
         self.deq = DEQ(MDEQCell(config), solver, gradient)
+        self.deq.undisturbed = True  # the injection is nobody else's
         self.head = Head(config)
 
     def forward(self, images: Tensor) -> Tensor:
