@@ -464,6 +464,8 @@ WRONG = [
     Refused(Broyden, {"max_step": 0.0}, ValueError, r"Broyden\.max_step"),
     Refused(Broyden, {"line_search": True}, TypeError, r"Broyden\.line_search"),
     Refused(Broyden, {"line_search": -1}, ValueError, r"Broyden\.line_search"),
+    Refused(Broyden, {"step_bits": "8"}, TypeError, r"Broyden\.step_bits"),
+    Refused(Broyden, {"step_bits": 12}, ValueError, r"Broyden\.step_bits must be 16 or 8"),
     Refused(Anderson, {"memory": None}, TypeError, r"Anderson\.memory"),
     Refused(Anderson, {"memory": 0}, ValueError, r"Anderson\.memory"),
     Refused(Anderson, {"mixing": "1"}, TypeError, r"Anderson\.mixing"),

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdeq import streams
 from gdeq.recording import current
 
 _sides: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
@@ -111,9 +112,7 @@ class Aside:
 def _side_of(main: torch.cuda.Stream, device: torch.device) -> torch.cuda.Stream:
     key = device, main.cuda_stream
     if key not in _sides:
-        _sides[key] = torch.cuda.Stream(device)
-        if _sides[key] == main:  # PyTorch has 32, and gives them in turn
-            _sides[key] = torch.cuda.Stream(device)
+        _sides[key] = streams.head_of_branches(main, device)
     return _sides[key]
 
 

@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gdeq import streams
+
 if TYPE_CHECKING:
     from gdeq.aside import Aside
 
@@ -94,7 +96,7 @@ class Memory:
 
     @functools.cached_property
     def stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()
+        return streams.new_main(torch.device("cuda", torch.cuda.current_device()))
 
     @functools.cached_property
     def aside(self) -> torch.cuda.Stream:

@@ -29,7 +29,7 @@ from gdeq.kernels.chunks import (
     work,
 )
 from gdeq.kernels.product_judge import ACTIVE, REALS, STEPS, WHOLES, finish, judge
-from gdeq.kernels.words import MOST_NUMBERS, products_of_words
+from gdeq.kernels.words import MOST_NUMBERS, products_of_words, words_of
 from gdeq.ledger import flight_limit
 from gdeq.narrowing import first_active, gathered_parts
 from gdeq.product import ProductInverse, Settled, in_eight_bits, rounds_z, store_dtype
@@ -54,7 +54,8 @@ class Tuning:
     rounded_z: bool = True  # where `gdeq.product.rounds_z` says so
     # Steps in 8 bits: four numbers at once in the first pass, and so many steps in each.
     packed: bool = True
-    tile_of_bytes: tuple[int, int] = (4, 4)
+    tile_of_bytes: tuple[int, int] = (2, 2)
+    byte_registers: int | None = None
     # Of the first pass, with steps of 16 bits: 14 programs an SM, where ptxas would take up to 253
     # for 8.  The second where 144 spill: with float16, whose range is looked at, or many steps.
     dots_registers: tuple[int, int] = (144, 168)
@@ -135,6 +136,10 @@ def _dots(
         chunk_table, b, at_parts, chunk, evaluated, d, ALIGNED, BLOCK
     )
     column, inside = row + lane, lane < length
+    if PACKED:  # asked for at once: they need not wait for g
+        words += (b * step_stride + row) // 4
+        first_words = words_of(words, 0, length, d, count, BLOCK, TILE)
+        new_words = words_of(words, tl.maximum(count - 1, 0), length, d, count, BLOCK, 1)
     here = _z_here(z, parts, in_rows, in_parts, inside, ROUNDED)
     there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
     if HALF:
@@ -175,11 +180,10 @@ def _dots(
     if (least < SMALL) | ((largest <= 1 / SMALL) == 0):  # NaN too
         _store_squares(at, g, there, here, y)
     if PACKED:
-        if count > 0:
-            products_of_words(
-                words + (b * step_stride + row) // 4, units, g, unit, out,
-                d, length, chunks, count, BLOCK, TILE, PLACES,
-            )  # fmt: skip
+        products_of_words(
+            first_words, new_words, words, units, g, unit, out, d, length, chunks, count,
+            BLOCK, TILE, PLACES,
+        )  # fmt: skip
         last = 0  # the loop below has nothing to do
     for first in range(0, last, TILE):
         j = first + tl.arange(0, TILE)
@@ -551,6 +555,8 @@ class Sweep:
         }
 
     def _registers(self) -> dict[str, int]:
+        if self._packed() and tuning.byte_registers is not None:
+            return {"maxnreg": tuning.byte_registers}
         if self.steps.element_size() != 2:
             return {}
         more = self.places > 32 or self.parts.dtype == torch.float16

@@ -65,33 +65,36 @@ def in_two_words(x, WORDS: tl.constexpr):
 
 
 @triton.jit
+def words_of(words, begin, length, d, count, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """A chunk of some steps of a sample, (TILE, words), from this one on.  words: of the first."""
+    lane, j = tl.arange(0, BLOCK // 4), begin + tl.arange(0, TILE)
+    inside = (j < count)[:, None] & (lane < length // 4)[None, :]
+    at = j.to(tl.int64)[:, None] * (d // 4) + lane[None, :]
+    return tl.load(words + at, mask=inside, other=0)
+
+
+@triton.jit
 def products_of_words(
-    words, units, g, unit, out, d, length, chunks, count,
+    s, newest, words, units, g, unit, out, d, length, chunks, count,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """s_jᵀg and s_jᵀs_{t−1} of a chunk for all steps of a sample, the newest (of this unit) too.
 
-    words: of the first step.  There is one at least.
+    s: the first of them (`words_of`), and newest, (1, words): asked for before g was known.  The
+    next ones are asked for while these are multiplied.
     """
-    lane = tl.arange(0, BLOCK // 4)
-    inside = lane < length // 4
-    words += lane
     first, second, unit_of_g = in_two_words(g, BLOCK // 4)
     unit_of_g *= PER_FINER
-    newest = tl.load(words + tl.cast(count - 1, tl.int64) * (d // 4), mask=inside, other=0)
     for begin in range(0, count, TILE):
         j = begin + tl.arange(0, TILE)
         known = j < count
-        s = tl.load(
-            words[None, :] + j.to(tl.int64)[:, None] * (d // 4),
-            mask=known[:, None] & inside[None, :],
-            other=0,
-        )
+        unit_j = tl.load(units + j * chunks, mask=known, other=0.0)
+        following = words_of(words, begin + TILE, length, d, count, BLOCK, TILE)
         nothing = tl.zeros_like(s)
         of_first = _dot4(s, tl.broadcast_to(first[None, :], s.shape), nothing)
         of_g = _dot4(s, tl.broadcast_to(second[None, :], s.shape), of_first * FINER)
-        of_newest = _dot4(s, tl.broadcast_to(newest[None, :], s.shape), nothing)
-        unit_j = tl.load(units + j * chunks, mask=known, other=0.0)
+        of_newest = _dot4(s, tl.broadcast_to(newest, s.shape), nothing)
         tl.store(out + j, tl.sum(of_g, 1).to(tl.float32) * (unit_j * unit_of_g), mask=known)
         of_newest = tl.sum(of_newest, 1).to(tl.float32) * (unit_j * unit)
         tl.store(out + PLACES + j, of_newest, mask=known)
+        s = following

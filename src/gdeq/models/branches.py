@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdeq import streams
 from gdeq.models.parts import tensors_in
 
 
@@ -71,7 +72,7 @@ class Parallel(Serial):
         self.main = torch.cuda.current_stream(device)
         kept = _streams.setdefault((device, self.main.cuda_stream), [])
         while len(kept) < branches - 1:
-            kept.append(torch.cuda.Stream(device))
+            kept.append(streams.beside(self.main, device))
         self.sides = kept[: branches - 1]
         self.marks: dict[Hashable, torch.cuda.Event] = {}
         start = self.main.record_event()

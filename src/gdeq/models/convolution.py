@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
+from gdeq import streams
 from gdeq.kernels.autograd import differentiable, differentiates, wanted_now
 
 weights_aside = True
@@ -119,7 +120,7 @@ def apart(
 def _side_of(device: torch.device) -> torch.cuda.Stream:
     """The next stream in turn."""
     if device not in _sides:
-        _sides[device] = [torch.cuda.Stream(device) for _ in range(STREAMS)]
+        _sides[device] = streams.for_all(device, STREAMS)
     _sides[device].append(_sides[device].pop(0))
     return _sides[device][-1]
 
