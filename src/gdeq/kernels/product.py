@@ -253,7 +253,7 @@ def _step(
     z, moved, fz, steps, scales, parts, chunk_table, weight, lead, moves, taken,
     d, step_stride, scale_stride, chunks, count,
     NARROW: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr,
-    ROUNDED: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    WATCH: tl.constexpr, ROUNDED: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     BACKWARDS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into ``moved``: one chunk.
@@ -265,8 +265,9 @@ def _step(
     chunk, at_parts = work(BACKWARDS)
     b = _sample(rows, at_parts, NARROW)
     goes = tl.load(moves + b)
-    if goes == DONE:
-        return
+    if WATCH:  # noqa: SIM102 (known when it is compiled)
+        if goes == DONE:
+            return
     if COUNTED:
         count = tl.load(taken + b)
     kind = z.dtype.element_ty
@@ -274,13 +275,14 @@ def _step(
         chunk_table, b, at_parts, chunk, evaluated, d, ALIGNED, BLOCK
     )
     inside = lane < length
-    here = _z_here(z, parts, in_rows, in_parts, inside, ROUNDED)
+    # Asked for together, f(z) whether or not it will be used: one wait, not one after the other.
     share = tl.load(lead + b)
+    here = _z_here(z, parts, in_rows, in_parts, inside, ROUNDED)
+    there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
     base = steps + b * step_stride
     units = scales + b * scale_stride + chunk
     total = tl.zeros_like(here)
     if share != 0:
-        there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
         total = share * (there - here)
         total = weighted_steps(
             total, base, units, weight + b * PLACES, lane, row, length, d, chunks, count,
@@ -535,8 +537,8 @@ class Sweep:
             rows, evaluated, before, self.z, fz, self.steps, self.scales, self.parts, self.table,
             self.weight, self.lead, self.moves, self.whole[STEPS], d, *strides, chunks, t,
             NARROW=self.rows is not None, COUNTED=counted, FIRST=t == 0, PARTS=self.in_parts,
-            ROUNDED=self.rounded, BACKWARDS=tuning.backwards, PLACES=self.places,
-            **self._tiles(1), num_warps=tuning.step_warps,
+            WATCH=self.solver.tol > 0, ROUNDED=self.rounded, BACKWARDS=tuning.backwards,
+            PLACES=self.places, **self._tiles(1), num_warps=tuning.step_warps,
         )  # fmt: skip
 
     def _packed(self) -> bool:
