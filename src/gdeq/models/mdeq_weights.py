@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d
 from torch.nn.utils import parametrize
 
+from gdeq.kernels import choice
 from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
 from gdeq.models.branches import Parallel, Serial
 from gdeq.models.convolution import Pairs, pair, transposed
@@ -140,10 +141,16 @@ def at_zero(weights: Weights, height: int, width: int) -> tuple[AtZero, ...]:
     """height, width: of the highest resolution."""
     scales = []
     for first, *_ in weights.blocks:
-        reduced = _reduced_at_zero(first, height, width)
-        scales.append(AtZero(torch.zeros_like(reduced), reduced))
+        scales.append(_reduced_at_zero(first, height, width))
         height, width = halve(height), halve(width)
-    return tuple(scales)
+    zeros = scales[0].new_zeros(max(reduced.numel() for reduced in scales))
+    return tuple(AtZero(_like(reduced, zeros), reduced) for reduced in scales)
+
+
+def _like(reduced: Tensor, zeros: Tensor) -> Tensor:
+    """Some of the zeros, in this shape and order."""
+    _, channels, height, width = reduced.shape
+    return zeros[: reduced.numel()].view(1, height, width, channels).permute(0, 3, 1, 2)
 
 
 def _reduced_at_zero(block: BlockWeights, height: int, width: int) -> Tensor:
@@ -153,6 +160,11 @@ def _reduced_at_zero(block: BlockWeights, height: int, width: int) -> Tensor:
     them at each of its places: one channel instead of all.
     """
     weight, bias = block.reduce, block.expand_norm.bias
+    if choice.chosen(weight) == "triton":
+        from gdeq.kernels import constant_maps  # noqa: PLC0415 (needs Triton)
+
+        if constant_maps.takes(weight):
+            return constant_maps.convolved(weight, bias, height, width)
     k, c, *places = weight.shape
     wide = torch.promote_types(weight.dtype, torch.float32)
     inner = weight.new_zeros(c) if bias is None else torch.relu(bias).to(weight.dtype)
