@@ -113,6 +113,11 @@ class Pretended:
             assert stream.known <= self.main.known
 
 
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    monkeypatch.setattr(nodes, "beside_the_head", True)
+
+
 @pytest.fixture
 def pretended(monkeypatch):
     if torch.cuda.is_available():

@@ -37,7 +37,9 @@ from gdeq.solution import BackwardRecord, Cotangent, Solution
 from gdeq.solvers.base import Solver
 from gdeq.state import State, StateSpace, Vectorized, VectorMap, full_precision
 
-beside_the_head = True  # the end of a recorded solve, where the layer allows it (`gdeq.aside`)
+# The end of a recorded solve, where the layer allows it (`gdeq.aside`).  Off: it was slower, with
+# streams that were given twice (`gdeq.streams`), and without such has not been measured.
+beside_the_head = False
 
 
 @dataclass

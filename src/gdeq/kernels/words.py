@@ -2,7 +2,7 @@
 
 Memory brings such steps faster than a program can turn each number into a float32 and multiply.
 g has no 8 bits; it is taken as two whole numbers for each of its own, the second for what the first
-left, of which there are 32 to one: 13 bits beside the largest of the chunk.
+left, of which there are 64 to one: 14 bits beside the largest of the chunk.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import triton.language as tl
 
 from gdeq.kernels.chunks import INFINITY, LEAST, LEVELS, NO_FRACTION, PER_LEVEL
 
-FINER = tl.constexpr(32)  # 127² · 32 · 2048 is a whole number of 32 bits
-PER_FINER = tl.constexpr(1 / 32)
-MOST_NUMBERS = 2048  # in a chunk
+FINER = tl.constexpr(64)  # 127² · 64 · 1024 is a whole number of 32 bits
+PER_FINER = tl.constexpr(1 / 64)
+MOST_NUMBERS = 1024  # in a chunk
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no assembly
 
 
@@ -47,7 +47,7 @@ def _in_words(bits, WORDS: tl.constexpr):
 
 @triton.jit
 def in_two_words(x, WORDS: tl.constexpr):
-    """A chunk as (first + second / 32) · unit.  One that is not finite has zeros: others see that.
+    """A chunk as (first + second / 64) · unit.  One that is not finite has zeros: others see that.
 
     As `gdeq.kernels.chunks.rounded`; beside NO_FRACTION the last byte is the whole number's.
     """
