@@ -419,6 +419,7 @@ UNKNOWN = [
     Refused(Broyden, {"max_iters": 5}, TypeError, "did you mean 'max_iter'"),
     Refused(Broyden, {"mem": 5}, TypeError, "did you mean 'memory'"),
     Refused(Broyden, {"linesearch": 5}, TypeError, "did you mean 'line_search'"),
+    Refused(Broyden, {"steps": 5}, TypeError, "did you mean 'max_iter'"),
     Refused(Broyden, {"maxstep": 5}, TypeError, "did you mean 'max_step'"),
     Refused(Broyden, {"stop_mode": "abs"}, TypeError, "did you mean 'stop'"),
     Refused(Anderson, {"tolerance": 1e-3}, TypeError, "did you mean 'tol'"),

@@ -9,6 +9,15 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar, dataclass_transform
 
 T = TypeVar("T")
+# What other libraries call our options, and no likeness of letters leads to.
+ELSEWHERE = {
+    "steps": "max_iter",
+    "max_steps": "max_iter",
+    "iterations": "max_iter",
+    "threshold": "max_iter",
+    "tolerance": "tol",
+    "eps": "tol",
+}
 
 
 @dataclass_transform(frozen_default=True)
@@ -22,7 +31,8 @@ def options(cls: type[T]) -> type[T]:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for key in kwargs:
             if key not in names:
-                near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+                near = [ELSEWHERE[key]] if ELSEWHERE.get(key) in names else []
+                near += difflib.get_close_matches(key, names, n=1, cutoff=0.5)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 listed = ", ".join(names) or "none"
                 raise TypeError(f"{made.__name__} has no option {key!r}{hint} (options: {listed})")
