@@ -184,19 +184,19 @@ def _dots(
             first_words, new_words, words, units, g, unit, out, d, length, chunks, count,
             BLOCK, TILE, PLACES,
         )  # fmt: skip
-        last = 0  # the loop below has nothing to do
-    for first in range(0, last, TILE):
-        j = first + tl.arange(0, TILE)
-        known = j < last
-        where = j.to(tl.int64)[:, None] * d + column[None, :]
-        s = tl.load(base + where, mask=known[:, None] & inside[None, :], other=0)
-        s = numbers(s, kind, SCALED)
-        of_g, of_newest = tl.sum(s * g[None, :], 1), tl.sum(s * newest[None, :], 1)
-        if SCALED:
-            unit_j = tl.load(units + j * chunks, mask=known, other=0.0).to(kind)
-            of_g, of_newest = of_g * unit_j, of_newest * unit_j * unit
-        tl.store(out + j, of_g, mask=known)
-        tl.store(out + PLACES + j, of_newest, mask=known)
+    else:
+        for first in range(0, last, TILE):
+            j = first + tl.arange(0, TILE)
+            known = j < last
+            where = j.to(tl.int64)[:, None] * d + column[None, :]
+            s = tl.load(base + where, mask=known[:, None] & inside[None, :], other=0)
+            s = numbers(s, kind, SCALED)
+            of_g, of_newest = tl.sum(s * g[None, :], 1), tl.sum(s * newest[None, :], 1)
+            if SCALED:
+                unit_j = tl.load(units + j * chunks, mask=known, other=0.0).to(kind)
+                of_g, of_newest = of_g * unit_j, of_newest * unit_j * unit
+            tl.store(out + j, of_g, mask=known)
+            tl.store(out + PLACES + j, of_newest, mask=known)
     if JUDGE:
         tl.debug_barrier()  # what all lanes have stored goes before the count
         if tl.atomic_add(arrived + b, 1, sem="acq_rel") == chunks - 1:
