@@ -20,6 +20,12 @@ F64 = torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of Triton's interpreter
 
 
+@pytest.fixture(autouse=True)
+def compared(monkeypatch):
+    """As after the first call, in which both ways are taken."""
+    monkeypatch.setattr(DEQ, "_first_known", True)
+
+
 class Plain(nn.Module):
     """tanh(Wz + x) from zeros; tells how it was called."""
 
@@ -258,3 +264,46 @@ def test_a_recorded_solve_that_ends_early(monkeypatch):
     for a, b in zip(found.z, expected.z, strict=True):
         assert_near(a, b, 1e-9)
     assert bool(found.converged.all())
+
+
+# -- the first call --------------------------------------------------------------------------------
+
+
+class ReturnsTheState(Cheap):
+    def at_initial_state(self, x, *, gain=1.0):
+        return self.initial_state(x)
+
+
+class Fails(Cheap):
+    def at_initial_state(self, x, *, gain=1.0):
+        raise RuntimeError("no")
+
+
+def test_both_ways_are_compared_once(monkeypatch):
+    monkeypatch.setattr(DEQ, "_first_known", False)
+    cell = Cheap().to(DEVICE)
+    layer = DEQ(cell, Broyden(1, 0.0))
+    with torch.no_grad():
+        layer(inputs())
+        assert cell.calls == ["at start", "forward", "forward"]
+        cell.calls.clear()
+        layer(inputs())
+        assert cell.calls == ["at start", "forward"]
+
+
+def test_another_function_is_refused(monkeypatch):
+    monkeypatch.setattr(DEQ, "_first_known", False)
+    with pytest.raises(StateError, match=r"at_initial_state.*differ by 100%"):
+        DEQ(ReturnsTheState().to(DEVICE))(inputs())
+    with pytest.raises(RuntimeError, match="no") as caught:
+        DEQ(Fails().to(DEVICE))(inputs())
+    assert "at_initial_state" in caught.value.__notes__[0]
+
+
+def test_it_is_not_compared_in_a_recording(monkeypatch):
+    monkeypatch.setattr(DEQ, "_first_known", False)
+    monkeypatch.setattr("gdeq.layer.recording", lambda device: True)
+    layer = DEQ(ReturnsTheState().to(DEVICE), Broyden(1, 0.0))
+    with torch.no_grad():
+        layer(inputs())
+    assert not layer._first_known

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from gdeq.kernels import product
+from gdeq.kernels import product, words
 from gdeq.kernels.words import in_two_words, products_of_words, words_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,8 +110,10 @@ def test_a_sample_that_is_lost_goes_back_to_the_bits_of_its_iterate(form):
     assert torch.equal(at[:-1], seen[-1][:-1])
 
 
-def test_not_with_a_tolerance_nor_in_another_precision():
+def test_not_with_a_tolerance_nor_damped_nor_in_another_precision():
     for solver, dtype, rounded in [
+        (gdeq.Anderson(3, 0.0), BF16, True),
+        (gdeq.Anderson(3, 0.0, mixing=0.5), BF16, False),
         (gdeq.Broyden(3, 0.0), BF16, True),
         (gdeq.Broyden(3, 1e-3), BF16, False),
         (gdeq.Broyden(3, 0.0), torch.float16, False),
@@ -121,6 +123,43 @@ def test_not_with_a_tolerance_nor_in_another_precision():
         for kind in (product.Sweep, PlainSweep):
             assert kind(z, [8], dtype, solver, HALF, 3, None).rounded is rounded
         assert plain_form.rounds_z(solver, dtype) is rounded
+
+
+@pytest.mark.parametrize("form", ["plain", "triton"])
+def test_damped_steps_add_up_though_each_is_below_the_rounding_of_z(form):
+    torch.manual_seed(0)
+    matrix = 0.5 * torch.randn(64, 64, device=DEVICE) / 8
+    x = torch.randn(4, 64, device=DEVICE)
+
+    def f(z):
+        return (torch.tanh(z.float() @ matrix.T) + x + 5).to(BF16)
+
+    z0 = torch.zeros(4, 64, device=DEVICE, dtype=BF16)
+    with choice.use(form):
+        found = gdeq.solve(f, z0, gdeq.Anderson(40, 0.0, memory=1, mixing=0.1))
+    z = found.z.float()
+    away = (f(found.z).float() - z).norm(dim=1) / z.norm(dim=1)
+    assert away.max() < 0.005
+
+
+def slow_map(bits, kind, steps=8):
+    """Whose g hardly changes: whether a step's change is seen is a close decision."""
+    make = torch.Generator().manual_seed(0)
+    matrix = 0.97 * torch.eye(512) + 0.09 * torch.randn(512, 512, generator=make) / 512**0.5
+    matrix, shift = matrix.to(DEVICE), torch.randn(8, 512, generator=make).to(DEVICE)
+    solver = gdeq.Broyden(steps, 0.0, step_bits=bits)
+    sweep = kind(torch.zeros_like(shift), [512], torch.float32, solver, HALF, steps, None)
+    for t in range(steps + 1):
+        fz = (sweep.parts.view(8, 512) @ matrix.T + shift).to(BF16).float()
+        sweep.take(t, fz.view(-1))
+    return sweep.keep[:, :steps] != 0
+
+
+def test_the_change_of_g_is_known_from_all_steps():
+    """‖y‖ by inner products that are at hand, those with g of the step before among them."""
+    found, plain = slow_map(8, product.Sweep), slow_map(8, PlainSweep)
+    assert 0 < plain.sum() < plain.numel()
+    assert (found != plain).sum() <= 1
 
 
 GRADIENTS = {
@@ -234,6 +273,29 @@ def test_inner_products_of_words(length, count, tile):
     assert ((found[0, :count] - with_g).abs() <= 1e-4 * sizes * g.double().norm()).all()
     assert ((found[1, :count] - with_newest).abs() <= 1e-6 * sizes * sizes[-1]).all()
     assert (found[:, count:] == -7.0).all()
+
+
+def test_the_largest_sums_are_whole_numbers_of_32_bits():
+    count, length = 2, words.MOST_NUMBERS
+    whole = torch.full((count, length), 127, dtype=torch.int8)
+    whole[1] = -127
+    scale, g = torch.full((count, 1), 0.5), torch.full((length,), 3.0)
+    out = torch.zeros(2, 16, device=DEVICE)
+    _products[(1,)](
+        whole.view(torch.int32).to(DEVICE), scale.to(DEVICE), g.to(DEVICE), out,
+        length, length, 1, count, BLOCK=length, TILE=2, PLACES=16,
+    )  # fmt: skip
+    expected = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]) * 127 * 0.5 * length
+    expected *= torch.tensor([[3.0], [127 * 0.5]])
+    torch.testing.assert_close(out[:, :2].cpu(), expected, rtol=1e-5, atol=0.0)
+
+
+def test_longer_chunks_are_taken_one_number_after_another(monkeypatch):
+    for block, packed in [(words.MOST_NUMBERS, True), (2 * words.MOST_NUMBERS, False)]:
+        monkeypatch.setattr(product, "tuning", replace(product.tuning, block=block))
+        z = torch.zeros(2, 16, device=DEVICE)
+        sweep = product.Sweep(z, [16], BF16, SOLVERS["8 bits"][0], HALF, 7, None)
+        assert sweep._packed() is packed
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

@@ -19,11 +19,12 @@ from gdeq.gradients import DEFAULT, Gradient
 from gdeq.hooks import unwatched
 from gdeq.kernels import choice
 from gdeq.options import describe
+from gdeq.recording import recording
 from gdeq.regularize import held_values, hold
 from gdeq.solution import Solution
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
-from gdeq.state import State, conformed, copied
+from gdeq.state import State, StateError, conformed, copied, matched
 from gdeq.uncompiled import uncompiled
 
 
@@ -45,6 +46,9 @@ UNSTEADY = (
     ),
 )
 
+
+# How far at_initial_state may be from a call, relative to it: another algorithm, TF32.
+FAR = {torch.bfloat16: 0.05, torch.float16: 0.02, torch.float32: 0.02, torch.float64: 1e-6}
 
 # Where z0 came from, for errors of a solve to which none was given.
 FROM_ZEROS = (
@@ -84,9 +88,10 @@ class DEQ(nn.Module):
 
     ``undisturbed``, False unless set, says that the cell reads its parameters, its inputs and what
     `hold` holds, nothing else, and that nobody changes these in place between a call and its
-    backward pass.  In a step that `gdeq.capture` records, with ``tol=0``, the last evaluation then
-    runs beside what follows the layer.  (A sample for which f is not finite there, and there alone,
-    is returned as that iterate; in ``solution`` it is the one before.)
+    backward pass.  In a step that `gdeq.capture` records, with ``tol=0``, the last evaluation may
+    then run beside what follows the layer (if `gdeq.nodes.beside_the_head` is set).  A sample for
+    which f is not finite there, and there alone, is then returned as that iterate; in ``solution``
+    it is the one before.
 
     ``z0`` is taken from the call; else from ``start``; else from ``cell.initial_state(x, ...)``
     where the cell has such a method (which also says what form ``start`` must return); else it is
@@ -96,12 +101,14 @@ class DEQ(nn.Module):
     A cell whose f is cheaper at its initial state than elsewhere may say so by a method
     ``at_initial_state(x, ...)`` that returns ``cell(cell.initial_state(x, ...), x, ...)``, or None
     for a call as usual.  It is called without autograd, for the first evaluation of a solve that
-    begins there; not where the cell has hooks, nor where a subclass has another ``forward`` or
-    ``initial_state`` and no such method of its own.
+    begins there; not where the cell itself has hooks, nor where a subclass has another ``forward``
+    or ``initial_state`` and no such method of its own.  At a layer's first call both ways are taken
+    and compared.
     """
 
     _warned = False  # of unsteady parts: once a layer
     _told_idle = False  # that no sample can leave: once a layer
+    _first_known = False  # at_initial_state has been compared with a call
     undisturbed = False
     _aside: Aside | None = None  # the end of the last call's solve, where that runs beside others
 
@@ -230,10 +237,35 @@ class DEQ(nn.Module):
             return None
 
         def first(z: State) -> State:
-            found = shortcut(*inputs, **options)
-            return self.cell(z, *inputs, **options) if found is None else found
+            try:
+                found = shortcut(*inputs, **options)
+            except Exception as problem:
+                problem.add_note("gdeq: in the cell's at_initial_state, for the first evaluation")
+                raise
+            if found is None:
+                return self.cell(z, *inputs, **options)
+            if not self._first_known:
+                self._compare_first(found, self.cell(z, *inputs, **options))
+            return found
 
         return first
+
+    def _compare_first(self, found: State, expected: State) -> None:
+        """Once a layer: a wrong at_initial_state would be an f of its own, and go unnoticed."""
+        pairs = matched(found, expected, "what at_initial_state returned")
+        if recording(pairs[0][0].device):  # where nothing can be read
+            return
+        self._first_known = True
+        apart = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+        size = sum(float(b.double().square().sum()) for _, b in pairs)
+        limit = max(FAR.get(b.dtype, FAR[torch.float32]) for _, b in pairs)
+        if apart > limit**2 * size:  # (what is not finite is the solver's to judge)
+            share = f"{(apart / size) ** 0.5:.0%}" if size else "all of it"
+            raise StateError(
+                "the cell's at_initial_state(x) does not return what cell(initial_state(x), x) "
+                f"does: they differ by {share}.  It is the first evaluation of f, not the state "
+                "where it is made; leave it out if f is not cheaper there"
+            )
 
     def _shortcut(self) -> Callable[..., State] | None:
         """The cell's ``at_initial_state``, if a call without z0 will use it."""

@@ -42,12 +42,12 @@ def options(cls: type[T]) -> type[T]:
     return made
 
 
-def check_integer(owner: object, name: str, minimum: int) -> None:
+def check_integer(owner: object, name: str, minimum: int | None = None) -> None:
     value = getattr(owner, name)
     where = f"{type(owner).__name__}.{name}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{where} must be an integer, got {value!r}")
-    if value < minimum:
+    if minimum is not None and value < minimum:
         raise ValueError(f"{where} must be at least {minimum}, got {value}")
 
 

@@ -32,7 +32,9 @@ so z and the store belong together; the inverse meets its newest secant equation
 was rounded off, s' − s, over the factor by which s is longer than q.
 
 Where f takes and returns bfloat16 and the number of steps is fixed (tol=0), z itself is kept as f
-is given it (`rounds_z`): a float32 z of which f sees eight bits makes g no better known.
+is given it (`rounds_z`): a float32 z of which f sees eight bits makes g no better known.  Then z
+moves by the step and a rounding of z, up to 2⁻⁹ of it: y has that much more noise, about a sixth of
+what counts as seen (`noise_level`).
 
 Limits: full steps, and a store of all of them.  A bounded memory drops the oldest *term* of a sum,
 for which there is no counterpart in a product, so there the plain form is used.
@@ -233,9 +235,11 @@ def store_dtype(z: Tensor, precision: float, eight_bits: bool = False) -> torch.
 def rounds_z(solver: Solver, dtype: torch.dtype) -> bool:
     """Whether each z is rounded to the dtype that f is given.
 
-    Not with a tolerance: that may be below the rounding of two bfloat16, z and f(z).
+    Not with a tolerance: that may be below the rounding of two bfloat16, z and f(z).  Nor where
+    steps are damped: those below the rounding of z would be lost, which else add up.
     """
-    return solver.tol == 0 and dtype == torch.bfloat16
+    damped = isinstance(solver, Anderson) and solver.mixing != 1
+    return solver.tol == 0 and dtype == torch.bfloat16 and not damped
 
 
 def iterate(
@@ -451,7 +455,7 @@ class PlainSweep:
         q = g + torch.einsum("bj,bjd->bd", weight, stored)
         squared, inner = row[:, -1], torch.linalg.vecdot(newest, q)
         denominator = squared - inner
-        # As in `Broyden.learn`: s − q is B⁻¹y there, and z has moved by the stored step.
+        # As in `Broyden.learn`: s − q is B⁻¹y there, and z has moved by the stored step (rounded).
         eps = torch.finfo(g.dtype).eps
         sound = denominator.abs() > 1e3 * eps * squared.sqrt() * norm(newest - q)
         change = norm(g - self.last_g)

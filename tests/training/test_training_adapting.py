@@ -357,8 +357,7 @@ def test_steps_follow_the_choice(trainer, monkeypatch):
     made.fit()
     expected = [(4, 0), (5, 2), (6, 0), (6, 0), (4, 1), (4, 1)]
     assert used == [
-        (Broyden(n, tol=0.0, step_bits=8), GDEQ(refine=k) if k else Measured(GDEQ()), n)
-        for n, k in expected
+        (Broyden(n, tol=0.0), GDEQ(refine=k) if k else Measured(GDEQ()), n) for n, k in expected
     ]
     assert penalties == [("residual", 2), ("residual", 3)]
 

@@ -8,6 +8,7 @@ import torch
 import yaml
 from training_runs import TINY, checkpoints
 
+from gdeq import Broyden
 from gdeq import data as datasets
 from gdeq.training import config as configs
 from gdeq.training import loop, process, runs
@@ -297,3 +298,14 @@ def test_all_settings_of_augmentation_reach_the_batches():
     train, test = build_batches(config, datasets.load("digits", None, me.device), me)
     assert dataclasses.asdict(train.augment) == settings
     assert test.augment is None
+
+
+def test_steps_in_eight_bits_are_asked_for_where_the_steps_are_fixed():
+    assert configs.load("digits").solver.build().step_bits == 16
+    for preset in ("cifar10-fast", "cifar10-paper"):
+        config = configs.load(preset)
+        assert config.solver.tol == 0
+        assert config.solver.build() == Broyden(config.solver.max_iter, 0.0, step_bits=8)
+    for name in ("broyden", "anderson"):
+        with pytest.raises(configs.ConfigError, match="step_bits must be 16 or 8"):
+            configs.load("digits", [f"solver={name}", "solver.step_bits=4"])

@@ -175,5 +175,8 @@ class MDEQCell(nn.Module):
         return tuple(parts)
 
     def at_initial_state(self, injection: Tensor) -> MultiscaleState | None:
-        """f there, without autograd, where the fused form runs: less than half of its work."""
+        """f there, without autograd, where the fused form runs: less than half of its work.
+
+        For finite weights: one of those that zeros make no use of is seen at the next evaluation.
+        """
         return mdeq_fused.fused_at_zero(self, injection)

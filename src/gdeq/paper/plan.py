@@ -199,6 +199,7 @@ def _forward_tolerances() -> list[Planned]:
                 *settings,
                 "solver.max_iter=27",
                 f"solver.tol={tol}",
+                "solver.step_bits=16",
                 f"epochs={STUDY_EPOCHS}",
                 f"test_every={STUDY_EPOCHS}",
             ),

@@ -39,6 +39,10 @@ def recipe(run: Run) -> Recipe:
     kept.pop("adapt.enabled", None)  # in the label
     if not run.adaptive:  # then its other settings are not read
         kept = {key: value for key, value in kept.items() if not key.startswith("adapt.")}
+    if kept.get("solver.name") == "broyden":
+        kept.setdefault("solver.step_bits", "16")  # before there was a choice
+    else:
+        kept.pop("solver.step_bits", None)
     name = str(run.gradient.get("name")).lower()
     for key in methods.USED.get(name, tuple(run.gradient)):
         if key in run.gradient and key not in methods.TOLD and key != "name":

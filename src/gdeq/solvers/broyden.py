@@ -61,7 +61,8 @@ class Broyden(Solver):
     step_bits: on a GPU, where f computes in half precision, each step is kept as bfloat16 (16) or
         in 8 bits, in units of the largest number of 1,024 neighbours over 127: half the memory and
         less time, for an f whose numbers are of one size, as those of one that ends in a norm are.
-        Elsewhere it makes no difference.
+        Where neighbours differ by more than about a hundredfold the small ones hardly move, and
+        the solve can diverge: look at ``solution.residual``.  Elsewhere it makes no difference.
     """
 
     memory: int | None = None
@@ -78,7 +79,7 @@ class Broyden(Solver):
         if self.max_step is not None:
             check_real(self, "max_step", 0.0, open_low=True)
         check_integer(self, "line_search", 0)
-        check_integer(self, "step_bits", 8)
+        check_integer(self, "step_bits")
         if self.step_bits not in (8, 16):
             raise ValueError(f"Broyden.step_bits must be 16 or 8, got {self.step_bits}")
 

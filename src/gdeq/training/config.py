@@ -34,11 +34,11 @@ class SolverConfig:
     max_iter: int = 18  # steps at most
     tol: float = 1e-3  # a sample is done at this relative residual; 0: always all steps
     memory: int | None = None  # steps remembered; null: all of them (anderson: 5)
-    # broyden, on a GPU in half precision: how a step is kept, 16 or 8; null: 8 with tol=0
-    step_bits: int | None = None
+    step_bits: int = 16  # broyden, on a GPU in half precision: a step is kept in 16 or 8 bits
 
     def __post_init__(self) -> None:
         check_choice(self, "name", ("broyden", "anderson", "picard"))
+        Broyden(step_bits=self.step_bits)  # whatever the name: nobody else would look
         self.build()
 
     def build(self) -> Solver:
@@ -47,10 +47,9 @@ class SolverConfig:
         if self.name == "anderson":
             memory = 5 if self.memory is None else self.memory
             return Anderson(max_iter=self.max_iter, tol=self.tol, memory=memory)
-        bits = self.step_bits
-        if bits is None:  # the state of an MDEQ is normalised
-            bits = 16 if self.tol > 0 else 8
-        return Broyden(max_iter=self.max_iter, tol=self.tol, memory=self.memory, step_bits=bits)
+        return Broyden(
+            max_iter=self.max_iter, tol=self.tol, memory=self.memory, step_bits=self.step_bits
+        )
 
 
 @options
