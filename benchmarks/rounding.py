@@ -4,9 +4,9 @@
 
 On a trained MDEQ with f in bfloat16: 18 Broyden steps with z in float32 or bfloat16, and with the
 steps kept in bfloat16 or 8 bits, in the order that they have on a GPU (all channels of a pixel,
-then the next pixel).  Then, with f in float32 at the z that was found: its residual, its distance from
-the fixed point, the factors kept, and the error of w by JFB, GDEQ and GDEQ with one and two VJPs;
-beside these what one and two VJPs make without the inverse.
+then the next pixel).  Then, with f in float32 at the z that was found: its residual, its distance
+from the fixed point, the factors kept, and the error of w by JFB, GDEQ and GDEQ with one and two
+VJPs; beside these what one and two VJPs make without the inverse.
 
 A minute on a CPU.
 """
@@ -68,7 +68,8 @@ def main() -> None:
     fixed = gdeq.solve(f, zero, gdeq.Anderson(120, tol=1e-5))
     print(f"{batch} images; the fixed point to {fixed.residual.max():.1e}")
     print(
-        "z         steps      residual: median, most   from z*   error of w: JFB, GDEQ, 1, 2 VJPs"
+        "z         steps    residual: median, most   from z*  kept   error of w, median (most): "
+        "JFB, GDEQ, refine 1 and 2; without the inverse, refine 1 and 2"
     )
 
     def in_half(z: Tensor) -> Tensor:  # in parts: (batch·d,) -> (batch·d,)
