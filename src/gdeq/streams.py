@@ -28,8 +28,14 @@ def beside(main: torch.cuda.Stream, device: torch.device) -> torch.cuda.Stream:
 
 
 def head_of_branches(main: torch.cuda.Stream, device: torch.device) -> torch.cuda.Stream:
-    """`beside`, for a branch that has branches: none of them is one of main's."""
-    side = beside(main, device)
+    """`beside`, for a branch that has branches: none of them is one of main's.
+
+    Nor is it the main stream of others, whose branches it would be given.
+    """
+    family = _families.setdefault((device, main.cuda_stream), {main.cuda_stream})
+    mains = {stream for of, stream in _families if of == device}
+    side = _apart(device, family | mains | _of_all.setdefault(device, set()))
+    family.add(side.cuda_stream)
     _families[device, side.cuda_stream] = _families[device, main.cuda_stream]
     return side
 
@@ -37,9 +43,10 @@ def head_of_branches(main: torch.cuda.Stream, device: torch.device) -> torch.cud
 def for_all(device: torch.device, count: int) -> list[torch.cuda.Stream]:
     """For work that every computation hands over."""
     taken = _of_all.setdefault(device, set())
+    families = set().union(*(family for (of, _), family in _families.items() if of == device))
     found = []
     for _ in range(count):
-        found.append(_apart(device, taken))
+        found.append(_apart(device, taken | families))
         taken.add(found[-1].cuda_stream)
     return found
 
