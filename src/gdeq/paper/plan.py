@@ -68,10 +68,10 @@ OWN: dict[str, tuple[str, ...]] = {
         *("optimizer.lr=0.01", "epochs=27", "measure_every=10"),
     ),
     # Of that, each further step took as long as two penalties on the residual, which held it down
-    # sooner (docs/results.md): five steps at most.
+    # sooner: five steps at most.  And a second VJP was worth little before the last third.
     "adaptive-held": (
         *("solver=anderson", "gradient=gdeq", "gradient.refine=1"),
-        *("adapt.enabled=true", "adapt.forward=0.1", "adapt.backward=0.55"),
+        *("adapt.enabled=true", "adapt.forward=0.1", "adapt.backward=0.6"),
         *("adapt.steps=[3,4,5]", "adapt.refine=[1,2]", "adapt.room=0.5"),
         *("optimizer.lr=0.01", "epochs=28", "measure_every=10"),
     ),
