@@ -491,6 +491,18 @@ def test_with_tol_0_nothing_is_said_about_convergence(device):
     assert str(solution).startswith("3 samples, not asked to converge: at most 3 steps")
 
 
+def test_those_that_were_lost_among_a_fixed_number_of_steps_are_told(device):
+    def f(z):
+        out = 0.5 * torch.tanh(z) + 1
+        lost = torch.tensor([False, True, False], device=device).unsqueeze(1) & (z > 0.5)
+        return torch.where(lost, torch.nan, out)
+
+    solution = gdeq.solve(f, torch.zeros(3, 4, device=device), gdeq.Broyden(5, 0.0))
+    first, second = str(solution).splitlines()
+    assert first.startswith("3 samples, not asked to converge, 1 lost: at most 5 steps")
+    assert second.startswith("  sample 1: stopped: f returned NaN")
+
+
 def ended(solution: gdeq.Solution) -> Status:
     assert len(set(solution.status)) == 1
     return solution.status[0]

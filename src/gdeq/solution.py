@@ -170,7 +170,13 @@ class Solution:
         ends = self.status
         if all(status in (Status.UNROLLED, Status.FIXED_STEPS) for status in ends):
             return f"{count(batch, 'sample')}, not asked to converge: {outcome}"
-        lines = [f"{int(self.converged.sum())} of {count(batch, 'sample')} converged in {outcome}"]
+        if any(status is Status.FIXED_STEPS for status in ends):
+            lost = sum(status is not Status.FIXED_STEPS for status in ends)
+            first = f"{count(batch, 'sample')}, not asked to converge, {lost} lost: {outcome}"
+        else:
+            converged = int(self.converged.sum())
+            first = f"{converged} of {count(batch, 'sample')} converged in {outcome}"
+        lines = [first]
         for i, status in enumerate(ends):
             if status not in (Status.CONVERGED, Status.FIXED_STEPS):
                 residual, steps = self.residual[i].item(), int(self.steps[i])

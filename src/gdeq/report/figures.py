@@ -94,7 +94,9 @@ def make_figures(rows: list[Row]) -> list[Figure]:
             "Backward residual",
             "‖(I − Jᵀ)w − v‖ / ‖v‖",
             "How well each method solves the adjoint equation, where the run measured it: 0 is the "
-            "exact gradient. Methods that do not measure it have no line.",
+            "exact gradient. Of two larger ones the smaller need not be the better gradient, where "
+            "f is hard. Methods that do not measure it have no line; gaps are where a run that "
+            "measures now and then did not.",
             log=True,
         ),
     ]
@@ -148,8 +150,8 @@ def _against_epochs(rows: list[Row]) -> Figure:
     return Figure(
         "accuracy_epochs",
         "Test accuracy against epochs",
-        "The same runs without the clock: where a line lies lower here, its gradient teaches less "
-        "per step, however fast it is.",
+        "The same runs without the clock: where one of the same length and rate lies lower here, "
+        "its gradient teaches less per step, however fast it is.",
         "epoch",
         "test accuracy (%)",
         lines,
