@@ -92,6 +92,11 @@ def run(
         torch.backends.cudnn.benchmark = before
 
 
+def _kept(setup: Setup) -> str:
+    half = setup.cuda and setup.precision == "bf16" and setup.memory is None
+    return f" (steps kept in {setup.step_bits} bits)" if half else ""
+
+
 def _run(
     setup: Setup,
     names: tuple[str, ...],
@@ -103,7 +108,7 @@ def _run(
     tell(
         f"MDEQ-{setup.size.upper()}, batch {setup.batch} of {setup.side}×{setup.side}, "
         f"{count(setup.forward, 'Broyden step')} forward, {setup.backward} backward for Implicit, "
-        f"{setup.precision}, {chip}, torch {torch.__version__}"
+        f"{setup.precision}{_kept(setup)}, {chip}, torch {torch.__version__}"
     )
     found: dict[str, Any] = {"setup": asdict(setup), "device": chip, "rows": []}
 
