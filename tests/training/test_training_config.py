@@ -110,6 +110,7 @@ def test_all_keys_are_settings():
 
 OTHER_VALUES = {
     "solver.memory": 3,
+    "solver.step_bits": 8,
     "gradient.refine": 3,
     "gradient.tolerance": 0.1,
     "gradient.max_refine": 3,
@@ -309,3 +310,14 @@ def test_steps_in_eight_bits_are_asked_for_where_the_steps_are_fixed():
     for name in ("broyden", "anderson"):
         with pytest.raises(configs.ConfigError, match="step_bits must be 16 or 8"):
             configs.load("digits", [f"solver={name}", "solver.step_bits=4"])
+
+
+def test_what_nobody_reads_is_refused():
+    with pytest.raises(configs.ConfigError, match=r"adapt\.backward is read with adapt\.enabled"):
+        configs.load("digits", ["adapt.backward=0.2"])
+    with pytest.raises(configs.ConfigError, match=r"solver\.step_bits is read by solver=broyden"):
+        configs.load("digits", ["solver=anderson", "gradient.refine=1", "solver.step_bits=8"])
+    configs.load("digits", ["adapt.backward=0.3"])  # its default
+    configs.load("digits", ["adapt.backward=0.2", "adapt.enabled=false"])  # switched off by hand
+    configs.load("cifar10-adaptive", ["adapt.backward=0.2"])
+    assert not configs.load("cifar10-adaptive", ["adapt.enabled=false"]).adapt.enabled

@@ -289,6 +289,7 @@ class Config:
 # Settings that some names of their section pass over, and the names that read them.
 READ_BY: dict[str, tuple[str, ...]] = {
     "solver.memory": ("broyden", "anderson"),
+    "solver.step_bits": ("broyden",),
     "gradient.refine": ("gdeq",),
     "gradient.tolerance": ("gdeq",),
     "gradient.max_refine": ("gdeq",),
@@ -461,10 +462,13 @@ def _check_read(config: Config, given: set[str], gradients: Sequence[str]) -> No
             f"gradient={config.gradient.name} out"
         )
     default = Config()
-    for key in sorted(given & READ_BY.keys()):
-        value = attrgetter(key)
-        if value(config) == value(default):
-            continue
+    asked = {key for key in given if attrgetter(key)(config) != attrgetter(key)(default)}
+    idle = sorted(key for key in asked if key.startswith("adapt."))
+    if idle and not config.adapt.enabled and "adapt.enabled" not in given:
+        raise ConfigError(
+            f"{idle[0]} is read with adapt.enabled=true alone: add that, or leave {idle[0]} out"
+        )
+    for key in sorted(asked & READ_BY.keys()):
         section = key.partition(".")[0]
         chosen = [getattr(config, section).name]
         if section == "gradient" and gradients:
