@@ -21,8 +21,7 @@ the other one may still be at work on it:
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,7 +64,7 @@ class Aside:
         main = torch.cuda.current_stream(device)
         side = _side_of(main, device)
         read = self.reads()
-        for tensor in tensors_in(read):
+        for tensor in streams.tensors_in(read):
             _tell_allocator(tensor, side)
         self.kept = kept, read
         side.wait_event(main.record_event())
@@ -119,17 +118,3 @@ def _side_of(main: torch.cuda.Stream, device: torch.device) -> torch.cuda.Stream
 def _tell_allocator(tensor: Tensor, reader: torch.cuda.Stream) -> None:
     if tensor.is_cuda and tensor.layout == torch.strided and not tensor.is_nested:
         tensor.record_stream(reader)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_in(part)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for f in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, f.name))

@@ -7,7 +7,11 @@ So a stream is taken here, apart from all that were taken for the same main stre
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
+from torch import Tensor
 
 POOL = 32
 _families: dict[tuple[torch.device, int], set[int]] = {}
@@ -58,3 +62,17 @@ def _apart(device: torch.device, others: set[int]) -> torch.cuda.Stream:
             break
         stream = torch.cuda.Stream(device)
     return stream  # of too many, one twice
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """In nested tuples, lists, dicts and dataclasses: what one stream reads of another."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts: Any = ()
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, (tuple, list)):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    return [tensor for part in parts for tensor in tensors_in(part)]

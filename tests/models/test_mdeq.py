@@ -18,7 +18,7 @@ from gdeq.models.branches import Serial
 from gdeq.models.mdeq import average, mdeq
 from gdeq.models.mdeq_cell import Down, Up
 from gdeq.models.mdeq_config import SIZES, named
-from gdeq.models.parts import tensors_in
+from gdeq.streams import tensors_in
 
 # Small enough for finite differences, with every kind of path: two ups, two downs, two blocks.
 MINIMAL = MDEQConfig(

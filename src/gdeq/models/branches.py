@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from gdeq import streams
-from gdeq.models.parts import tensors_in
 
 
 class Serial:
@@ -93,7 +92,9 @@ class Parallel(Serial):
     def reads(self, *values: Any) -> None:
         if self.grad:
             stream = torch.cuda.current_stream(self.main.device)
-            seen = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_in(values)}
+            seen = {
+                tensor.untyped_storage().data_ptr(): tensor for tensor in streams.tensors_in(values)
+            }
             for tensor in seen.values():
                 tensor.record_stream(stream)
 

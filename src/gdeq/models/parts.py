@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 T = TypeVar("T")
 
 
@@ -22,9 +20,3 @@ def map_parts(value: T, kind: type, change: Callable[[Any], Any]) -> T:
         parts = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         result = type(value)(**{name: map_parts(p, kind, change) for name, p in parts.items()})
     return result
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_parts(value, Tensor, found.append)
-    return found
