@@ -597,17 +597,18 @@ def test_the_bar_shows_the_steps_in_use(trainer):
 
 
 def test_recordings_are_kept_and_the_oldest_dropped(monkeypatch):
-    taken = []
+    taken, warmups = [], []
 
-    def capture(work, memory, warmup=3):
+    def captured(work, warmup, memory):
         taken.append(memory)
+        warmups.append(warmup)
         return object()
 
-    monkeypatch.setattr(recordings, "capture", capture)
+    monkeypatch.setattr(recordings, "Captured", captured)
     made = recordings.Recordings(enabled=True, shared=True)
 
     def ask(*way):
-        return made.of(capture, *way)
+        return made.of(captured, *way)
 
     first = ask(False, False, 4, 0)
     for steps in range(5, 4 + recordings.MOST):
@@ -621,6 +622,10 @@ def test_recordings_are_kept_and_the_oldest_dropped(monkeypatch):
     assert len(taken) == recordings.MOST + 2
     assert len(made.kept) == recordings.MOST
     assert all(memory is made.memory is not None for memory in taken)
+    # Libraries start up in the first way of a work alone.
+    assert warmups == [2] + [1] * (recordings.MOST + 1)
+    made.of(ask, False, False, 4, 0)
+    assert warmups[-1] == 2
 
 
 class Recorded:
@@ -640,7 +645,7 @@ class Recorded:
 
 def test_training_time_has_no_recording_in_it(trainer, monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(recordings, "capture", lambda work, **options: Recorded(work, clock))
+    monkeypatch.setattr(recordings, "Captured", lambda work, *_options: Recorded(work, clock))
     monkeypatch.setattr(loop.time, "perf_counter", lambda: clock[0])
     made = trainer("epochs=2", "log_every=2")
     made.recordings.enabled = True

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gdeq.capture import Captured, capture
+from gdeq.capture import Captured
 from gdeq.recording import Memory
 
 MOST = 16  # kept, the last ones used: their memory is shared, their kernels are not
@@ -43,6 +43,8 @@ class Recordings:
         return made
 
     def _new(self, work: Callable[..., None]) -> Captured:
-        # Of ways that take turns, the fewest steps that are no graph yet.
-        made: Captured = capture(work, warmup=2 if self.memory else 3, memory=self.memory)
-        return made
+        # A step that is no graph yet takes several times as long.  Libraries have started up in
+        # those of the first way: the others need one alone, to see that nothing waits.
+        started = any(name == work.__name__ for name, *_ in self.kept)
+        warmup = 3 if self.memory is None else 1 if started else 2
+        return Captured(work, warmup, self.memory)
