@@ -88,7 +88,7 @@ def test_the_kernels_round_z_as_the_plain_form(name, sizes):
     for a, b in zip(seen, expected, strict=True):
         assert b.dtype == BF16
         if not ROUNDS_DOWN:  # but for sums in another order: here and there the next number
-            assert (a != b).float().mean() < 0.1
+            assert (a != b).float().mean() < 0.2
         torch.testing.assert_close(a.float(), b.float(), rtol=4 * HALF, atol=8 * HALF)
     assert torch.equal(plain.settle(7).z, expected[-1].float())
     assert found.keep[:, :7].sum() > 15
@@ -96,6 +96,21 @@ def test_the_kernels_round_z_as_the_plain_form(name, sizes):
         assert torch.equal(found.keep[:, :7] != 0, plain.keep[:, :7])
     # It comes to where the noise of such numbers lets it.
     assert plain.settle(7).residual.max() < 0.05
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_the_second_pass_may_begin_before_the_first_has_ended(name, monkeypatch):
+    """Each sample of it once that is judged: the same bits, and a flag that counts the iterates."""
+    solver, _kind = SOLVERS[name]
+    found = {}
+    for early in (True, False):
+        monkeypatch.setattr(product, "tuning", replace(product.tuning, early=early))
+        sweep, found[early] = drive(product.Sweep, solver, SIZES["any size"], 7)
+        assert sweep._early(counted=False) in (early, False)  # an older GPU
+        expected = 8 if sweep._early(counted=False) else 0
+        assert sweep.judged.tolist() == [expected] * len(sweep.judged)
+    for a, b in zip(found[True], found[False], strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("form", ["plain", "triton"])
@@ -243,10 +258,10 @@ def _products(
     lane = tl.arange(0, BLOCK)
     values = tl.load(g + lane, mask=lane < length, other=0.0)
     unit = tl.load(units + (count - 1) * chunks)
-    some = words_of(words, 0, length, d, count, BLOCK, TILE)
-    newest = words_of(words, count - 1, length, d, count, BLOCK, 1)
+    some = words_of(words, count, length, d, BLOCK, TILE)
+    newest = words_of(words + (count - 1) * (d // 4), 1, length, d, BLOCK, 1)
     products_of_words(
-        some, newest, words, units, values, unit, out, d, length, chunks, count,
+        some, newest[0], words, units, values, unit, out, d, length, chunks, count,
         BLOCK, TILE, PLACES,
     )  # fmt: skip
 

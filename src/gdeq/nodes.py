@@ -130,7 +130,8 @@ class _Direct(torch.autograd.Function):
         count, tensors = len(incoming), ctx.saved_tensors
         with full_precision(incoming[0].device):
             if not tensors:
-                found = link.gradient.cotangent(ctx.space.join(incoming), _no_vjp, link.solution)
+                v = ctx.space.join(incoming, _dtype_of_v(ctx, incoming))
+                found = link.gradient.cotangent(v, _no_vjp, link.solution)
                 given = _to_tensors(ctx, found.w)
             else:
                 with torch.no_grad():
@@ -143,6 +144,15 @@ class _Direct(torch.autograd.Function):
                 _at_the_end_of_this_pass(link.forget)
             link.solution.record.write(link.gradient, found)
             return None, None, None, None, *given, *(None for _ in tensors[count:])
+
+
+def _dtype_of_v(ctx: Any, v: Sequence[Tensor]) -> torch.dtype | None:
+    """That of the user's tensors where w = −B⁻ᵀv is rounded to it anyway: half the bytes."""
+    link: _Link = ctx.link
+    dtype, inverse = v[0].dtype, link.solution.inverse
+    alike = all(leaf.dtype == dtype for leaf in v) and all(given == dtype for given in ctx.dtypes)
+    widens = inverse is not None and inverse.vectors.widens(v[0])
+    return dtype if alike and link.gradient.needs_inverse and widens else None
 
 
 def _in_units(space: StateSpace, v: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,6 +49,10 @@ class Inverse:
         """−B⁻¹x; where the sign is free, without another pass over the vector."""
         return -self.matvec(x)
 
+    def widens(self, x: Tensor) -> bool:
+        """Whether x in half precision is as good as the same in float32, and the result rounded."""
+        return False
+
     def rmatvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
         """B⁻ᵀx."""
         return self.T.matvec(x)

@@ -93,6 +93,9 @@ class ProductInverse(Inverse):
         """−B⁻¹x, the sign at no cost: w = −B⁻ᵀv is ``inverse.T.negative_matvec(v)``."""
         return self._apply(x, negative=True)
 
+    def widens(self, x: Tensor) -> bool:
+        return _in_kernels(x) and not torch.is_grad_enabled()
+
     def refined(
         self, w: Tensor, v: Tensor, vjp: Vectorized, how: Refinement
     ) -> tuple[Tensor, Tensor] | None:

@@ -6,6 +6,7 @@ state, then all of the second, and so on (`gdeq.state.VectorMap`).  A chunk neve
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
@@ -22,6 +23,8 @@ PER_LEVEL = tl.constexpr(1 / eight_bits.LEVELS)
 LEAST = tl.constexpr(eight_bits.LEAST)
 NO_FRACTION = tl.constexpr(1.5 * 2**23)  # beside it, float32 holds whole numbers of 22 bits
 NO_FRACTION_BITS = tl.constexpr(0x4B400000)
+# Triton's interpreter: knows no assembly, and takes one number after another by a function of ours.
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
@@ -49,7 +52,7 @@ def place(table, b, at_parts, chunk, in_batch, d, ALIGNED: tl.constexpr, BLOCK: 
     start = tl.load(table + chunk * 5 + 1)  # of the part, for a batch of one
     size = tl.load(table + chunk * 5 + 2)
     offset = tl.load(table + chunk * 5 + 3)
-    length = tl.load(table + chunk * 5 + 4)
+    length = tl.load(table + chunk * 5 + 4).to(tl.int32)  # compared with each lane
     if ALIGNED:
         row, start = tl.multiple_of(row, 16), tl.multiple_of(start, 16)
         size, offset = tl.multiple_of(size, 16), tl.multiple_of(offset, 16)
@@ -96,16 +99,41 @@ def weighted_steps(
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_of(x):
+    """max |x|; infinity where one is not finite."""
+    size = tl.abs(x)
+    if INTERPRETED:
+        largest = tl.max(tl.where(size < INFINITY, size, INFINITY), 0)
+    else:  # one instruction a number instead of three
+        largest = tl.reduce(size, 0, _larger)
+    return tl.where(largest < INFINITY, largest, INFINITY)  # NaN too
+
+
+@triton.jit
 def rounded(x):
     """`gdeq.eight_bits.rounded_to_eight_bits` of one chunk: whole numbers as float32, the scale."""
+    whole, _bytes, scale = rounded_with_bytes(x)
+    return whole, scale
+
+
+@triton.jit
+def rounded_with_bytes(x):
+    """`rounded`, with the same numbers as int8 between: the last bytes beside NO_FRACTION.
+
+    An instruction that converts a float32 takes a GPU eight times as long as others.
+    """
     x = x.to(tl.float32)
-    size = tl.abs(x)
-    largest = tl.max(tl.where(size < INFINITY, size, INFINITY), 0)  # NaN too
+    largest = largest_of(x)
     some, finite = largest >= LEAST, largest < INFINITY
     scale = tl.where(some, largest * PER_LEVEL, 0.0)
     per_scale = tl.where(some & finite, tl.div_rn(LEVELS, tl.maximum(largest, LEAST)), 0.0)
-    whole = (x * per_scale + NO_FRACTION) - NO_FRACTION
-    return tl.where(finite, whole, 0.0), scale
+    beside = tl.where(finite, x * per_scale + NO_FRACTION, NO_FRACTION)
+    return beside - NO_FRACTION, beside.to(tl.int32, bitcast=True).to(tl.int8), scale
 
 
 @cache

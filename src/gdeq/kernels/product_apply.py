@@ -20,6 +20,13 @@ DOTS_WARPS, APPLY_WARPS = 1, 4
 
 
 @triton.jit
+def _widened(x):
+    if x.dtype.primitive_bitwidth == 16:
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit(do_not_specialize=["scale_stride", "begin", "end"])
 def _dots_of(
     x, steps, scales, table, partial, batch, d, step_stride, scale_stride, chunks, begin, end,
     SCALED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -29,7 +36,7 @@ def _dots_of(
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lane, row, length, in_rows, _in_parts = place(table, b, b, chunk, batch, d, ALIGNED, BLOCK)
     column, inside = row + lane, lane < length
-    here = tl.load(x + in_rows, mask=inside, other=0.0)
+    here = _widened(tl.load(x + in_rows, mask=inside, other=0.0))
     base = steps + b * step_stride
     units = scales + b * scale_stride + chunk
     out = partial + (b * chunks + chunk) * PLACES
@@ -44,7 +51,7 @@ def _dots_of(
         tl.store(out + j, a, mask=known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "begin", "end"])
 def _weights_of(
     partial, gram, keep, weight, chunks, count, begin, end,
     TRANSPOSED: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
@@ -74,24 +81,25 @@ def _weights_of(
     tl.store(weight + b * PLACES + place, found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["scale_stride", "count"])
 def _apply(
     x, y, steps, scales, table, weight, batch, d, step_stride, scale_stride, chunks, count,
     SCALED: tl.constexpr, ALIGNED: tl.constexpr, BACKWARDS: tl.constexpr, NEGATIVE: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """y = ∓(x + Σ weight_j s_j), + if NEGATIVE: one chunk."""
+    """y = ∓(x + Σ weight_j s_j), + if NEGATIVE: one chunk; in the dtype of y."""
     chunk, b = work(BACKWARDS)
     lane, row, length, in_rows, _in_parts = place(table, b, b, chunk, batch, d, ALIGNED, BLOCK)
     inside = lane < length
-    total = tl.load(x + in_rows, mask=inside, other=0.0)
+    total = _widened(tl.load(x + in_rows, mask=inside, other=0.0))
     base = steps + b * step_stride
     units = scales + b * scale_stride + chunk
     total = weighted_steps(
         total, base, units, weight + b * PLACES, lane, row, length, d, chunks, count,
         SCALED, TILE, BACKWARDS,
     )  # fmt: skip
-    tl.store(y + in_rows, total if NEGATIVE else -total, mask=inside)
+    total = total if NEGATIVE else -total
+    tl.store(y + in_rows, total.to(y.dtype.element_ty), mask=inside)
 
 
 def apply(
@@ -103,7 +111,7 @@ def apply(
     negative: bool = False,
     scales: Scales | None = None,
 ) -> Tensor:
-    """`ProductInverse.matvec`, or its negative."""
+    """`ProductInverse.matvec`, or its negative; in half precision for such an x."""
     with on_device(x):
         return _applied(steps, gram, keep, x, transposed, negative, scales)
 
@@ -119,8 +127,8 @@ def _applied(
 ) -> Tensor:
     batch, count, d = steps.shape
     x = x.contiguous()
-    kind = torch.promote_types(x.dtype, gram.dtype)
-    x = x.to(kind)
+    if x.element_size() > 2:
+        x = x.to(torch.promote_types(x.dtype, gram.dtype))
     sizes, block = ((d,), BLOCK) if scales is None else (scales.sizes, scales.block)
     units = gram if scales is None else scales.values
     chunk_table = table(sizes, block, x.device)
@@ -153,6 +161,7 @@ def _applied(
     y = torch.empty_like(x)
     _apply[(chunks, batch)](
         x, y, steps, units, chunk_table, weight, batch, d, *strides, chunks, count,
-        BACKWARDS=product.tuning.backwards, NEGATIVE=negative, **common, num_warps=APPLY_WARPS,
+        BACKWARDS=product.tuning.backwards, NEGATIVE=negative, **common,
+        num_warps=APPLY_WARPS if scales is None else product.tuning.warps_of_bytes,
     )  # fmt: skip
     return y

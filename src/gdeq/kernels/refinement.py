@@ -53,7 +53,7 @@ def _later(later, i, batch, d, in_rows, inside):
     return tl.load(at, mask=inside, other=0.0)
 
 
-@triton.jit(do_not_specialize=["count", "taken"])
+@triton.jit(do_not_specialize=["count", "taken", "scale_stride"])
 def _look(
     v, product_w, w, before, first, later, r_out, steps, scales, table, norms, partial,
     batch, d, step_stride, scale_stride, chunks, count, taken,
@@ -223,7 +223,7 @@ def _decide(
     tl.store(lead + b, longer)
 
 
-@triton.jit(do_not_specialize=["count", "taken"])
+@triton.jit(do_not_specialize=["count", "taken", "scale_stride"])
 def _go(
     v, product_w, w, first, r_in, later, next_w, steps, scales, table, weight, lead, verdict, best,
     batch, d, step_stride, scale_stride, chunks, count, taken,

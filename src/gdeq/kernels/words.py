@@ -1,23 +1,31 @@
-"""Inner products of steps in 8 bits, four numbers at once: one instruction for a word of four.
+"""Steps in 8 bits, four numbers at once: one instruction for a word of four.
 
 Memory brings such steps faster than a program can turn each number into a float32 and multiply.
-g has no 8 bits; it is taken as two whole numbers for each of its own, the second for what the first
-left, of which there are 64 to one: 14 bits beside the largest of the chunk.
+So are inner products with g, which has no 8 bits: for each number of it there are two whole ones,
+the second for what the first left, of which there are 64 to one: 14 bits beside the largest of the
+chunk.
 """
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-from gdeq.kernels.chunks import INFINITY, LEAST, LEVELS, NO_FRACTION, PER_LEVEL
+from gdeq.kernels.chunks import (
+    INFINITY,
+    INTERPRETED,
+    LEAST,
+    LEVELS,
+    NO_FRACTION,
+    PER_LEVEL,
+    largest_of,
+)
 
 FINER = tl.constexpr(64)  # 127² · 64 · 1024 is a whole number of 32 bits
 PER_FINER = tl.constexpr(1 / 64)
 MOST_NUMBERS = 1024  # in a chunk
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no assembly
+# Loops here carry tuples, which older compilers do not know; tested from this one on.
+COMPILES = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
 @triton.jit
@@ -41,8 +49,27 @@ def _dot4(a, b, c):
 @triton.jit
 def _in_words(bits, WORDS: tl.constexpr):
     """The last bytes of so many numbers, four to a word."""
-    places = tl.arange(0, 4)
-    return tl.sum((tl.reshape(bits, (WORDS, 4)) & 255) << (8 * places)[None, :], 1)
+    if INTERPRETED:
+        places = tl.arange(0, 4)
+        words = tl.sum((tl.reshape(bits, (WORDS, 4)) & 255) << (8 * places)[None, :], 1)
+    else:  # three instructions a word instead of eight
+        even, odd = tl.split(tl.reshape(bits, (WORDS, 2, 2)))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        words = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, high;
+            prmt.b32 low, $1, $2, 0x0040;
+            prmt.b32 high, $3, $4, 0x0040;
+            prmt.b32 $0, low, high, 0x5410;
+            }""",
+            "=r,r,r,r,r",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return words
 
 
 @triton.jit
@@ -51,49 +78,74 @@ def in_two_words(x, WORDS: tl.constexpr):
 
     As `gdeq.kernels.chunks.rounded`; beside NO_FRACTION the last byte is the whole number's.
     """
-    size = tl.abs(x)
-    largest = tl.max(tl.where(size < INFINITY, size, INFINITY), 0)  # NaN too
+    largest = largest_of(x)
     some = (largest >= LEAST) & (largest < INFINITY)
     unit = tl.where(some, largest * PER_LEVEL, 0.0)
     per_unit = tl.where(some, tl.div_rn(LEVELS, tl.maximum(largest, LEAST)), 0.0)
-    x = tl.where(some, x, 0.0) * per_unit
+    x = x * per_unit
     first = x + NO_FRACTION
     second = (x - (first - NO_FRACTION)) * FINER + NO_FRACTION
     first, second = first.to(tl.int32, bitcast=True), second.to(tl.int32, bitcast=True)
-    return _in_words(first, WORDS), _in_words(second, WORDS), unit
+    first, second = _in_words(first, WORDS), _in_words(second, WORDS)
+    return tl.where(some, first, 0), tl.where(some, second, 0), unit
 
 
 @triton.jit
-def words_of(words, begin, length, d, count, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """A chunk of some steps of a sample, (TILE, words), from this one on.  words: of the first."""
-    lane, j = tl.arange(0, BLOCK // 4), begin + tl.arange(0, TILE)
-    inside = (j < count)[:, None] & (lane < length // 4)[None, :]
-    at = j.to(tl.int64)[:, None] * (d // 4) + lane[None, :]
-    return tl.load(words + at, mask=inside, other=0)
+def words_of(words, count, length, d, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """A chunk of the first steps of so many, at most TILE: a vector each."""
+    lane, found = tl.arange(0, BLOCK // 4), ()
+    for i in tl.static_range(TILE):
+        inside = lane < tl.where(i < count, length >> 2, 0)
+        here = tl.load(words + i * (d >> 2) + lane, mask=inside, other=0)
+        found += (here,)  # type: ignore[assignment]
+    return found
+
+
+@triton.jit
+def _quarters(words):  # (n,)
+    """Of each four words beside each other one: four vectors, whose numbers are in one thread."""
+    even, odd = tl.split(tl.reshape(words, (words.shape[0] // 4, 2, 2)))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def _dot16(s, x, total):
+    """total + Σ s_i x_i over the numbers in each four words, of `_quarters`."""
+    for i in tl.static_range(4):
+        total = _dot4(s[i], x[i], total)
+    return total
 
 
 @triton.jit
 def products_of_words(
-    s, newest, words, units, g, unit, out, d, length, chunks, count,
+    some, newest, words, units, g, unit, out, d, length, chunks, count,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """s_jᵀg and s_jᵀs_{t−1} of a chunk for all steps of a sample, the newest (of this unit) too.
 
-    s: the first of them (`words_of`), and newest, (1, words): asked for before g was known.  The
-    next ones are asked for while these are multiplied.
+    some: the first of them (`words_of`), and newest, a vector: asked for before g was known.  The
+    next ones are asked for while these are multiplied.  Sums are gathered in a vector, a step at
+    each place, and multiplied by the units at the end: no step waits for its own.
     """
+    place = tl.arange(0, PLACES)
+    unit_j = tl.load(units + place * chunks, mask=place < count, other=0.0)
     first, second, unit_of_g = in_two_words(g, BLOCK // 4)
-    unit_of_g *= PER_FINER
+    first, second, newest = _quarters(first), _quarters(second), _quarters(newest)
+    of_g = tl.zeros((PLACES,), dtype=tl.int32)
+    of_newest = of_g
     for begin in range(0, count, TILE):
-        j = begin + tl.arange(0, TILE)
-        known = j < count
-        unit_j = tl.load(units + j * chunks, mask=known, other=0.0)
-        following = words_of(words, begin + TILE, length, d, count, BLOCK, TILE)
-        nothing = tl.zeros_like(s)
-        of_first = _dot4(s, tl.broadcast_to(first[None, :], s.shape), nothing)
-        of_g = _dot4(s, tl.broadcast_to(second[None, :], s.shape), of_first * FINER)
-        of_newest = _dot4(s, tl.broadcast_to(newest, s.shape), nothing)
-        tl.store(out + j, tl.sum(of_g, 1).to(tl.float32) * (unit_j * unit_of_g), mask=known)
-        of_newest = tl.sum(of_newest, 1).to(tl.float32) * (unit_j * unit)
-        tl.store(out + PLACES + j, of_newest, mask=known)
-        s = following
+        words += TILE * (d >> 2)
+        following = words_of(words, count - begin - TILE, length, d, BLOCK, TILE)
+        for i in tl.static_range(TILE):
+            s = _quarters(some[i])
+            nothing = tl.zeros_like(s[0])
+            found = tl.sum(_dot16(s, second, _dot16(s, first, nothing) * FINER), 0)
+            of_g = tl.where(place == begin + i, found, of_g)
+            found = tl.sum(_dot16(s, newest, nothing), 0)
+            of_newest = tl.where(place == begin + i, found, of_newest)
+        some = following
+    known = place < count
+    tl.store(out + place, of_g.to(tl.float32) * (unit_j * (unit_of_g * PER_FINER)), mask=known)
+    tl.store(out + PLACES + place, of_newest.to(tl.float32) * (unit_j * unit), mask=known)
