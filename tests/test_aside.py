@@ -97,7 +97,7 @@ class Pretended:
         yield
         self.stack.pop()
 
-    def another(self, device=None):
+    def another(self, device=None, priority=0):
         self.others.append(Stream("side"))
         return self.others[-1]
 

@@ -17,8 +17,8 @@ GPU = torch.device("cuda", 0)
 def pool(monkeypatch):
     numbers = itertools.cycle(range(1, streams.POOL + 1))
 
-    def take(_device):
-        return SimpleNamespace(cuda_stream=next(numbers))
+    def take(_device, priority=0):
+        return SimpleNamespace(cuda_stream=next(numbers), priority=priority)
 
     monkeypatch.setattr(torch.cuda, "Stream", take)
     monkeypatch.setattr(streams, "_families", {})
@@ -57,3 +57,11 @@ def test_of_too_many_one_is_given_twice():
     main = streams.new_main(GPU)
     taken = numbers_of(main, *(streams.beside(main, GPU) for _ in range(40)))
     assert len(set(taken)) == streams.POOL
+
+
+def test_what_nobody_waits_for_goes_behind(monkeypatch):
+    monkeypatch.setattr(streams, "PRIORITY", -1)
+    main = streams.new_main(GPU)
+    chain = [main, streams.beside(main, GPU), streams.head_of_branches(main, GPU)]
+    assert [stream.priority for stream in chain] == [-1, -1, -1]
+    assert [stream.priority for stream in streams.for_all(GPU, 2)] == [0, 0]

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 POOL = 32
+# Of all streams but those of `for_all`, whose work nobody waits for: -1 goes before that.  Not yet
+# measured.
+PRIORITY = 0
 _families: dict[tuple[torch.device, int], set[int]] = {}
 _of_all: dict[torch.device, set[int]] = {}
 
@@ -50,17 +53,20 @@ def for_all(device: torch.device, count: int) -> list[torch.cuda.Stream]:
     families = set().union(*(family for (of, _), family in _families.items() if of == device))
     found = []
     for _ in range(count):
-        found.append(_apart(device, taken | families))
+        found.append(_apart(device, taken | families, 0))
         taken.add(found[-1].cuda_stream)
     return found
 
 
-def _apart(device: torch.device, others: set[int]) -> torch.cuda.Stream:
-    stream = torch.cuda.Stream(device)
+def _apart(
+    device: torch.device, others: set[int], priority: int | None = None
+) -> torch.cuda.Stream:
+    priority = PRIORITY if priority is None else priority
+    stream = torch.cuda.Stream(device, priority)
     for _ in range(POOL):
         if stream.cuda_stream not in others:
             break
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device, priority)
     return stream  # of too many, one twice
 
 
