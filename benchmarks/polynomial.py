@@ -6,7 +6,7 @@ w = (I − Jᵀ)⁻¹v is exact; k VJPs give v, Jᵀv, ..., (Jᵀ)ᵏv.  On a tr
 of a few and of many Broyden steps: the errors of w by JFB, `GDEQ(refine=k)` from JFB and Neumann's
 series, and those of the combination of these vectors that is nearest to w in the mean of one half
 of the images: one for all numbers, one for each scale, one for each channel.  Errors are of the
-other half, for which nothing was fitted; no rule that knows only the vectors does much better.
+other half, for which nothing was fitted: what a rule could do that is the same for all images.
 
 A minute on a CPU.
 """

@@ -38,7 +38,7 @@ from gdeq.training.loop import Trainer
 from gdeq.training.precision import precision
 
 WARM = 6  # steps before any timing; the fourth is recorded
-TOP = 25  # kernels named
+TOP = 70  # kernels named
 
 
 def random_images(name: str, _root: str | None, device: str | torch.device) -> Dataset:

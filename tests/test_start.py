@@ -311,6 +311,14 @@ def test_a_linear_start_learns_the_inverse():
     assert (deq.solution.steps < cold).all()
 
 
+def test_inputs_that_a_network_made_are_no_part_of_the_fit():
+    """Such as `model.stem(images)`: not once through its graph, and not twice."""
+    stem = nn.Linear(WIDTH, WIDTH, dtype=F64)
+    deq, network = tight(Linear()), nn.Linear(WIDTH, WIDTH, dtype=F64)
+    gdeq.fit_start(deq, network, [stem(draw(8)), stem(draw(8))], steps=5)
+    assert stem.weight.grad is None
+
+
 def test_the_distance_is_that_of_the_samples():
     deq, x = tight(Linear()), draw(7)
     network = nn.Linear(WIDTH, WIDTH, dtype=F64)
@@ -386,7 +394,7 @@ def test_batches_that_end_too_soon():
     deq, network = tight(Cell()), nn.Linear(WIDTH, WIDTH, dtype=F64)
     with pytest.raises(ValueError, match="ended after 2 of 5 steps"):
         gdeq.fit_start(deq, network, iter([draw(), draw()]), steps=5)
-    with pytest.raises(ValueError, match="ended after 0 of 1 step "):
+    with pytest.raises(ValueError, match="batches is empty"):
         gdeq.fit_start(deq, network, [], steps=1)
 
 

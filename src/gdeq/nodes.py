@@ -37,8 +37,8 @@ from gdeq.solution import BackwardRecord, Cotangent, Solution
 from gdeq.solvers.base import Solver
 from gdeq.state import State, StateSpace, Vectorized, VectorMap, full_precision
 
-# The end of a recorded solve, where the layer allows it (`gdeq.aside`).  Off: it was slower, with
-# streams that were given twice (`gdeq.streams`), and without such has not been measured.
+# The end of a recorded solve, where the layer allows it (`gdeq.aside`).  Off: what it wins is
+# within the noise (docs/performance.md).
 beside_the_head = False
 
 

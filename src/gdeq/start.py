@@ -60,7 +60,7 @@ def fit_start(
                 group["lr"] = lr * min((step + 1) / (WARMUP * steps), 1 - step / steps)
             # Outside autocast: gradients of a mean over all numbers are too small for float16.
             with torch.enable_grad(), full_precision(parameters[0].device):
-                found = start(*(_widened(x, parameters[0].dtype) for x in inputs))
+                found = start(*(_given(x, parameters[0].dtype) for x in inputs))
                 loss = _distance(found, *target)
                 optimizer.zero_grad()
                 loss.backward()
@@ -117,6 +117,8 @@ def _repeated(batches: Iterable[Any], steps: int) -> Iterator[tuple[int, tuple[A
         for index, batch in enumerate(itertools.islice(batches, left)):
             yield index, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
             left -= 1
+        if left == before == steps:
+            raise ValueError("batches is empty: give at least one batch of inputs")
         if left == before:
             raise ValueError(
                 f"batches ended after {steps - left} of {count(steps, 'step')} and cannot be gone "
@@ -147,7 +149,10 @@ def _distance(found: State, z: State, solved: Tensor) -> Tensor:  # -> ()
     return share.sum() / some.sum().clamp(min=1)
 
 
-def _widened(x: Any, dtype: torch.dtype) -> Any:
-    """What an autocast region left in half precision, in that of the network's parameters."""
-    half = isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16)
-    return x.to(dtype) if half else x
+def _given(x: Any, dtype: torch.dtype) -> Any:
+    """Without the graph that made it, which would be gone through at each step; what an autocast
+    region left in half precision, in that of the network's parameters."""
+    if not isinstance(x, Tensor):
+        return x
+    half = x.dtype in (torch.float16, torch.bfloat16)
+    return x.detach().to(dtype) if half else x.detach()

@@ -275,7 +275,7 @@ def test_another_ladder_after_a_resume():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["adapt.steps=[4,4]"], "adapt.steps must be rising integers of at least 1, got (4, 4)"),
+        (["adapt.steps=[4,4]"], "at least 1, such as [4, 5, 7], got (4, 4)"),
         (["adapt.steps=[]"], "adapt.steps must be rising integers"),
         (["adapt.refine=[-1,1]"], "adapt.refine must be rising integers of at least 0"),
         (["adapt.steps=5"], "adapt.steps must be a list such as"),

@@ -37,7 +37,9 @@ def recipe(run: Run) -> Recipe:
         if key not in ASIDE and not key.startswith("gradient")
     }
     kept.pop("adapt.enabled", None)  # in the label
-    if not run.adaptive:  # then its other settings are not read
+    if run.adaptive:
+        kept.pop("solver.max_iter", None)  # not read: `adapt.steps` has them
+    else:  # then its other settings are not read
         kept = {key: value for key, value in kept.items() if not key.startswith("adapt.")}
     if kept.get("solver.name") == "broyden":
         kept.setdefault("solver.step_bits", "16")  # before there was a choice

@@ -188,7 +188,8 @@ class AdaptConfig:
             whole = all(isinstance(n, int) and not isinstance(n, bool) for n in rungs)
             if not whole or not rungs or min(rungs) < least or list(rungs) != sorted(set(rungs)):
                 raise ValueError(
-                    f"AdaptConfig.{name} must be rising integers of at least {least}, got {rungs!r}"
+                    f"AdaptConfig.{name} must be rising integers of at least {least}, such as "
+                    f"[{least + 3}, {least + 4}, {least + 6}], got {rungs!r}"
                 )
 
 
