@@ -98,21 +98,6 @@ def test_the_kernels_round_z_as_the_plain_form(name, sizes):
     assert plain.settle(7).residual.max() < 0.05
 
 
-@pytest.mark.parametrize("name", SOLVERS)
-def test_the_second_pass_may_begin_before_the_first_has_ended(name, monkeypatch):
-    """Each sample of it once that is judged: the same bits, and a flag that counts the iterates."""
-    solver, _kind = SOLVERS[name]
-    found = {}
-    for early in (True, False):
-        monkeypatch.setattr(product, "tuning", replace(product.tuning, early=early))
-        sweep, found[early] = drive(product.Sweep, solver, SIZES["any size"], 7)
-        assert sweep._early(counted=False) in (early, False)  # an older GPU
-        expected = 8 if sweep._early(counted=False) else 0
-        assert sweep.judged.tolist() == [expected] * len(sweep.judged)
-    for a, b in zip(found[True], found[False], strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("form", ["plain", "triton"])
 def test_a_sample_that_is_lost_goes_back_to_the_bits_of_its_iterate(form):
     solver, kind = SOLVERS["8 bits"]

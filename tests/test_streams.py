@@ -59,9 +59,12 @@ def test_of_too_many_one_is_given_twice():
     assert len(set(taken)) == streams.POOL
 
 
-def test_what_nobody_waits_for_goes_behind(monkeypatch):
+def test_what_nobody_waits_for_goes_behind(monkeypatch, pool):
     monkeypatch.setattr(streams, "PRIORITY", -1)
     main = streams.new_main(GPU)
+    for _ in range(streams.POOL - 1):  # the next one is main again, and another must be asked for
+        pool(GPU)
     chain = [main, streams.beside(main, GPU), streams.head_of_branches(main, GPU)]
     assert [stream.priority for stream in chain] == [-1, -1, -1]
+    assert len({stream.cuda_stream for stream in chain}) == 3
     assert [stream.priority for stream in streams.for_all(GPU, 2)] == [0, 0]

@@ -44,6 +44,8 @@ class Gradient:
     uses_vjp: ClassVar[bool] = True  # asks for products with Jᵀ
     uses_inverse: ClassVar[bool] = False  # asks for the inverse that the forward solver built
     second_order: ClassVar[bool] = False  # has a derivative itself (double backward)
+    # All that is done to v is one product with the inverse: it may be given in half precision.
+    takes_half: ClassVar[bool] = False
 
     @property
     def needs_inverse(self) -> bool:
@@ -190,6 +192,10 @@ class GDEQ(Gradient):
     @property
     def needs_inverse(self) -> bool:
         return not self.uses_vjp
+
+    @property
+    def takes_half(self) -> bool:  # type: ignore[override]
+        return type(self) is GDEQ and not self.uses_vjp  # who derives from it may do more
 
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
         if solution.inverse is None and not self.needs_inverse:  # another solver's: from JFB on

@@ -152,7 +152,7 @@ def _dtype_of_v(ctx: Any, v: Sequence[Tensor]) -> torch.dtype | None:
     dtype, inverse = v[0].dtype, link.solution.inverse
     alike = all(leaf.dtype == dtype for leaf in v) and all(given == dtype for given in ctx.dtypes)
     widens = inverse is not None and inverse.vectors.widens(v[0])
-    return dtype if alike and link.gradient.needs_inverse and widens else None
+    return dtype if alike and link.gradient.takes_half and widens else None
 
 
 def _in_units(space: StateSpace, v: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

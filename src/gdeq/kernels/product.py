@@ -20,7 +20,6 @@ from gdeq.kernels import state
 from gdeq.kernels.choice import on_device
 from gdeq.kernels.chunks import (
     ALIGNMENT,
-    INTERPRETED,
     numbers,
     place,
     places,
@@ -37,11 +36,6 @@ from gdeq.product import ProductInverse, Settled, in_eight_bits, rounds_z, store
 from gdeq.recording import recording
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver, noise_level
-
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents
-except ImportError:  # an older one
-    gdc_launch_dependents = None
 
 
 @dataclass(frozen=True)
@@ -64,9 +58,6 @@ class Tuning:
     tile_of_bytes: tuple[int, int] = (4, 4)
     warps_of_bytes: int = 1
     byte_registers: int | None = None
-    # The second pass begins while the first one ends, each sample of it once it is judged
-    # (programmatic dependent launch, from sm_90 on; with tol=0).
-    early: bool = True
     # Of the first pass, with steps of 16 bits: 14 programs an SM, where ptxas would take up to 253
     # for 8.  The second where 144 spill: with float16, whose range is looked at, or many steps.
     dots_registers: tuple[int, int] = (144, 168)
@@ -112,7 +103,6 @@ def _store_squares(at, g, there, here, y):
 def _dots(
     rows, evaluated,
     z, parts, fz, last_fz, steps, words, scales, chunk_table, d, step_stride, scale_stride, arrived,
-    judged,
     norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
     coordinates, products,
     batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
@@ -121,7 +111,7 @@ def _dots(
     ROUNDED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     SCALED: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr, EARLY: tl.constexpr = False,
+    TILE: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """a_j = s_jᵀg, the new row s_jᵀs_{t−1} of G, and ‖g‖², ‖f(z)‖², ‖z‖², ‖y‖²: one chunk of each.
 
@@ -133,11 +123,7 @@ def _dots(
     ROUNDED: z is in parts alone (`gdeq.product.rounds_z`).
     COUNTED: in a repetition, which iterate it is, is known from the sample itself.
     NARROW: f was evaluated for these rows alone, so only what it takes and returns is in parts.
-    EARLY: programs of the next kernel may begin when all of these have; judged: of each sample, the
-    last iterate that was judged, from 1 on.
     """
-    if EARLY and not INTERPRETED:
-        gdc_launch_dependents()
     chunk, at_parts = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b = _sample(rows, at_parts, NARROW)
     if COUNTED:
@@ -224,9 +210,6 @@ def _dots(
                 noise, flight, mixing, ridge, coarse, blur, MEMORY, WINDOW, FIRST, MEASURED, WATCH,
                 RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
             )  # fmt: skip
-            if EARLY:
-                tl.debug_barrier()
-                tl.atomic_xchg(judged + b, count + 1, sem="release")
 
 
 @triton.jit(do_not_specialize=["count", "most"])
@@ -271,25 +254,20 @@ def _moved(z, step, unit, SCALED: tl.constexpr, ROUNDED: tl.constexpr):
 def _step(
     rows, evaluated,
     z, moved, fz, steps, scales, parts, chunk_table, weight, lead, moves, taken,
-    judged,
     d, step_stride, scale_stride, chunks, count,
     NARROW: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr,
     WATCH: tl.constexpr, ROUNDED: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
     BACKWARDS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
-    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into ``moved``: one chunk.
 
     That is z itself but for the FIRST step, which leaves z as it is; then z goes there also of a
     sample that does not move.  taken: the steps of each sample, this one too (if COUNTED).
     ROUNDED: z is in parts alone, and changed there.
-    EARLY: `_dots` may not have ended; what it writes of a sample is read once that is judged.  All
-    its programs have begun, so none of them waits for one of these to make room.
     """
     chunk, at_parts = work(BACKWARDS)
     b = _sample(rows, at_parts, NARROW)
-    if not EARLY:
-        goes = tl.load(moves + b)
+    goes = tl.load(moves + b)
     if WATCH:  # noqa: SIM102 (known when it is compiled)
         if goes == DONE:
             return
@@ -303,13 +281,9 @@ def _step(
     base = steps + b * step_stride
     units = scales + b * scale_stride + chunk
     # Asked for together, f(z) whether or not it will be used: one wait, not one after the other.
+    share = tl.load(lead + b)
     here = _z_here(z, parts, in_rows, in_parts, inside, ROUNDED)
     there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
-    if EARLY:
-        while tl.atomic_add(judged + b, 0, sem="acquire") != count + 1:
-            pass
-        goes = tl.load(moves + b)
-    share = tl.load(lead + b)
     total = tl.zeros_like(here)
     if share != 0:
         total = share * (there - here)
@@ -447,7 +421,7 @@ class Sweep:
         self.trace = z.new_empty(max_steps, batch)
         self.partial = z.new_empty(batch, chunks, 2, self.places)
         self.norms = torch.empty(batch, chunks, 4, dtype=torch.float64, device=device)
-        self.arrived, self.judged = torch.zeros(2, batch, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(batch, dtype=torch.int32, device=device)
         self.unfinished = self.arrived  # samples; counted with a tolerance alone
         if solver.tol > 0:
             self.unfinished = torch.full((1,), batch, dtype=torch.int32, device=device)
@@ -538,15 +512,15 @@ class Sweep:
             "MEMORY": self.memory,
             "WINDOW": max(8, triton.next_power_of_2(self.memory)),
         }
+        at_once = tuning.judge_in_dots and tuning.dots_warps == 1
         _dots[(chunks, evaluated)](
             rows, evaluated, self.z, self.parts, fz, self.last_fz, self.steps, self._words(),
-            self.scales, self.table, d, *strides, self.arrived, self.judged, *verdict,
-            JUDGE=self._at_once(), HALF=self.parts.dtype == torch.float16, ROUNDED=self.rounded,
-            PACKED=self._packed(), EARLY=self._early(counted),
-            **common, **judging, **self._tiles(0), **self._registers(),
+            self.scales, self.table, d, *strides, self.arrived, *verdict,
+            JUDGE=at_once, HALF=self.parts.dtype == torch.float16, ROUNDED=self.rounded,
+            PACKED=self._packed(), **common, **judging, **self._tiles(0), **self._registers(),
             num_warps=tuning.dots_warps,
         )  # fmt: skip
-        if not self._at_once():
+        if not at_once:
             _judge[(evaluated,)](rows, *verdict, **common, **judging, num_warps=1)
 
     def _mixing(self) -> tuple[float, float, float, float]:
@@ -565,26 +539,12 @@ class Sweep:
         strides, chunks = (self.steps.stride(0), self.scales.stride(0)), len(self.table)
         _step[(chunks, evaluated)](
             rows, evaluated, before, self.z, fz, self.steps, self.scales, self.parts, self.table,
-            self.weight, self.lead, self.moves, self.whole[STEPS], self.judged,
-            d, *strides, chunks, t,
+            self.weight, self.lead, self.moves, self.whole[STEPS], d, *strides, chunks, t,
             NARROW=self.rows is not None, COUNTED=counted, FIRST=t == 0, PARTS=self.in_parts,
             WATCH=self.solver.tol > 0, ROUNDED=self.rounded, BACKWARDS=tuning.backwards,
             PLACES=self.places, **self._tiles(1),
             num_warps=tuning.warps_of_bytes if self.scaled else tuning.step_warps,
-            **({"EARLY": True, "launch_pdl": True} if self._early(counted) else {}),
         )  # fmt: skip
-
-    def _at_once(self) -> bool:
-        return tuning.judge_in_dots and tuning.dots_warps == 1
-
-    def _early(self, counted: bool) -> bool:
-        """Not where a sample says itself whether it is done and which iterate it is at."""
-        possible = gdc_launch_dependents is not None and self._at_once()
-        if not (tuning.early and possible) or counted or self.solver.tol > 0:
-            return False
-        if INTERPRETED:
-            return True
-        return torch.cuda.get_device_capability(self.z.device) >= (9, 0)
 
     def _packed(self) -> bool:
         possible = (
