@@ -57,7 +57,6 @@ class Tuning:
     packed: bool = True
     tile_of_bytes: tuple[int, int] = (4, 4)
     warps_of_bytes: int = 1
-    byte_registers: int | None = None
     # Of the first pass, with steps of 16 bits: 14 programs an SM, where ptxas would take up to 253
     # for 8.  The second where 144 spill: with float16, whose range is looked at, or many steps.
     dots_registers: tuple[int, int] = (144, 168)
@@ -567,8 +566,6 @@ class Sweep:
         }
 
     def _registers(self) -> dict[str, int]:
-        if self._packed() and tuning.byte_registers is not None:
-            return {"maxnreg": tuning.byte_registers}
         if self.steps.element_size() != 2:
             return {}
         more = self.places > 32 or self.parts.dtype == torch.float16

@@ -1,9 +1,8 @@
-"""Steps in 8 bits, four numbers at once: one instruction for a word of four.
+"""Inner products of steps in 8 bits, four numbers at once: one instruction for a word of four.
 
 Memory brings such steps faster than a program can turn each number into a float32 and multiply.
-So are inner products with g, which has no 8 bits: for each number of it there are two whole ones,
-the second for what the first left, of which there are 64 to one: 14 bits beside the largest of the
-chunk.
+g has no 8 bits; it is taken as two whole numbers for each of its own, the second for what the first
+left, of which there are 64 to one: 14 bits beside the largest of the chunk.
 """
 
 from __future__ import annotations

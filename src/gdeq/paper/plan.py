@@ -60,7 +60,7 @@ METHODS: dict[str, tuple[str, ...]] = {
 OWN: dict[str, tuple[str, ...]] = {
     "gdeq-refine1": ("gradient=gdeq", "gradient.refine=1"),
     # As few of Broyden's steps as leave a residual of 0.13, one VJP, and late in training two, at
-    # the rate of the best trials: half of GDEQ's time.
+    # the rate of the best trials: about half of GDEQ's time.
     "adaptive": (
         *("gradient=gdeq", "gradient.refine=1"),
         *("adapt.enabled=true", "adapt.forward=0.13", "adapt.backward=0.65"),
