@@ -130,6 +130,29 @@ def test_a_try_that_was_taken_back_waits_longer():
     assert steps_under(made, lambda _: 1e-3, 40)[-1] == 4
 
 
+def test_a_try_that_was_taken_back_delays_this_rung_alone():
+    made = controller(patience=2, steps=(4, 5, 6, 7))
+    steps_under(made, lambda steps: 0.02 if steps == 4 else 4e-3, 100)  # no room at five
+    assert made.forward.tries[0].wait == 2  # it was never tried
+    steps_under(made, lambda steps: 0.02 if steps == 4 else 1e-3, 60)  # tried, over and over
+    assert made.forward.tries[0].wait == 16
+    steps_under(made, lambda _: 0.02, 3)
+    assert made.choice.steps == 7
+    assert steps_under(made, lambda steps: 0.02 if steps == 4 else 1e-3, 4)[-1] == 5
+
+
+def test_targets_that_tighten():
+    made = controller(
+        forward=0.1, forward_at_first=0.2, backward=0.5, backward_at_first=0.9, steps=(4, 5, 6)
+    )
+    assert made.look(0.19, 0.85, 0.0) is None
+    assert made.look(0.16, 0.75, 0.5) == adapting.Choice(5, 1, 0.0)  # 0.15 and 0.7 by now
+    assert made.look(0.101, 0.45, 0.99) is None
+    assert made.look(0.1, 0.501, 1.0) == adapting.Choice(5, 2, 0.0)
+    made = controller(forward=0.1, steps=(4, 5, 6))
+    assert made.look(0.11, 0.2, 0.0).steps == 5  # as wide as at the end
+
+
 def test_what_failed_before_the_penalty_was_raised_is_tried_soon_again():
     made = controller(patience=2, steps=(4, 5))
     steps_under(made, lambda steps: 0.02 if steps == 4 else 1e-3, 60)
@@ -281,6 +304,9 @@ def test_another_ladder_after_a_resume():
         (["adapt.steps=5"], "adapt.steps must be a list such as"),
         (["adapt.forward=0"], "adapt.forward must be above 0"),
         (["adapt.backward=1.5"], "adapt.backward must be above 0"),
+        (["adapt.forward_at_first=0.005"], "adapt.forward_at_first must be at least 0.01"),
+        (["adapt.backward_at_first=0.2"], "adapt.backward_at_first must be at least 0.3"),
+        (["adapt.backward_at_first=1.2"], "and at most 1"),
         (["adapt.penalty_most=0.01"], "adapt.penalty_most must be at least 1"),
         (["adapt.enabled=1"], "adapt.enabled must be bool"),
         ([*ADAPT, "gradient=jfb"], "for another gradient, or with gradient.tolerance, set adapt."),
@@ -328,7 +354,8 @@ def scripted(made, choices):
     class Scripted(adapting.Controller):
         choice = left[0]
 
-        def look(self, residual, backward_error):
+        def look(self, residual, backward_error, done):
+            assert done == made.step / made.total
             seen.append((residual, backward_error))
             self.choice = left[len(seen)] if len(seen) < len(left) else self.choice
             return self.choice
@@ -385,9 +412,9 @@ def test_it_is_shown_the_means_since_the_last_look(tmp_path, few_images):
     seen = []
     real = adapting.Controller.look
 
-    def noted(self, residual, backward_error):
+    def noted(self, residual, backward_error, done):
         seen.append((residual, backward_error))
-        return real(self, residual, backward_error)
+        return real(self, residual, backward_error, done)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapting.Controller, "look", noted)

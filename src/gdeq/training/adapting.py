@@ -6,14 +6,17 @@ the residual of the adjoint equation: f of a trained model can be such that a be
 one, docs/results.md.)  Each has a target and a ladder of costs:
 
 - above its target, one rung up at once: more forward steps, or more VJPs;
-- well below it for a while, one rung down.  If that has to be taken back soon, the next try waits
-  twice as long, so that it settles instead of flapping;
+- well below it for a while, one rung down.  If that has to be taken back soon, the next try of this
+  rung waits twice as long, so that it settles instead of flapping;
 - where the forward residual is above its target on the highest rung: the budget no longer finds an
   equilibrium of f, and the weight of the residual penalty, which gives f one, is doubled.  It is
   halved again, with the same caution, after a longer while in which the residual is not above its
   target and has rungs to spare, or is well below.  What rungs were tried in vain before says
   nothing of an f with more penalty: the next try waits no longer than the first.  (The error of w
   asks for no penalty, which is one on f(z) − z: on CIFAR-10 that rose to 64 for it in six epochs.)
+
+A target can be wider at first and tighten evenly: while the rate is large, a rough gradient leads
+to the same place, and a step with it takes half as long.
 
 It begins in the middle of each ladder, the lower one of two.  On the lowest rungs, the first epoch,
 in which the rate is at its largest, would be trained with the worst solves, until enough looks have
@@ -96,13 +99,28 @@ class Tries:
 
 
 class Ladder:
-    """One cost that is raised when a mean is above its target."""
+    """One cost that is raised when a mean is above its target.
 
-    def __init__(self, rungs: tuple[int, ...], target: float, room: float, patience: int) -> None:
-        self.rungs, self.target, self.room, self.patience = rungs, target, room, patience
+    targets: at the first step of the training and at its last.
+    """
+
+    def __init__(
+        self, rungs: tuple[int, ...], targets: tuple[float, float], room: float, patience: int
+    ) -> None:
+        self.rungs, self.targets, self.room, self.patience = rungs, targets, room, patience
+        self.target = targets[0]
         self.rung = self.middle
         self.calm = 0  # looks in a row with room to spare
-        self.tries = Tries(patience)
+        self.tries = self._no_tries()
+
+    def _no_tries(self) -> list[Tries]:
+        """Of each rung, from the one above: that one was in vain says nothing of a higher one."""
+        return [Tries(self.patience) for _ in self.rungs[:-1]]
+
+    def tighten(self, done: float) -> None:
+        """done: the share of the training that is."""
+        first, last = self.targets
+        self.target = first + (last - first) * done
 
     @property
     def value(self) -> int:
@@ -127,24 +145,26 @@ class Ladder:
         if self.above(residual):
             self.calm = 0
             if not self.at_top:
-                self.tries.taken_back()
+                self.tries[self.rung].taken_back()
                 self.rung += 1
             return
-        self.tries.held()
+        if not self.at_top:
+            self.tries[self.rung].held()
         self.calm = self.calm + 1 if residual < self.room * self.target else 0
-        if self.calm >= self.tries.wait and self.rung:
-            self.tries.made()
+        if self.rung and self.calm >= self.tries[self.rung - 1].wait:
+            self.tries[self.rung - 1].made()
             self.rung, self.calm = self.rung - 1, 0
 
     def forget(self) -> None:
         """It is another f now."""
-        self.calm, self.tries = 0, Tries(self.patience)
+        self.calm, self.tries = 0, self._no_tries()
 
     def state(self) -> dict[str, Any]:
+        tried = zip(self.rungs, self.tries, strict=False)  # none of the highest
         return {
             "value": self.value,
             "calm": self.calm,
-            **self.tries.state(),
+            "tries": {str(value): tries.state() for value, tries in tried},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -152,7 +172,8 @@ class Ladder:
         enough = [n for n, value in enumerate(self.rungs) if value >= state["value"]]
         self.rung = enough[0] if enough else len(self.rungs) - 1
         self.calm = state["calm"]
-        self.tries.restore(state)
+        for value, tries in zip(self.rungs, self.tries, strict=False):
+            tries.restore(state.get("tries", {}).get(str(value), {}))
 
 
 class Penalty:
@@ -188,8 +209,15 @@ class Controller:
 
     def __init__(self, config: AdaptConfig, residual_weight: float) -> None:
         self.every = config.every
-        self.forward = Ladder(config.steps, config.forward, config.room, config.patience)
-        self.backward = Ladder(config.refine, config.backward, config.room, config.patience)
+        forward, backward = (
+            (last if first is None else first, last)
+            for first, last in (
+                (config.forward_at_first, config.forward),
+                (config.backward_at_first, config.backward),
+            )
+        )
+        self.forward = Ladder(config.steps, forward, config.room, config.patience)
+        self.backward = Ladder(config.refine, backward, config.room, config.patience)
         self.penalty = Penalty(
             residual_weight,
             config.penalty_least,
@@ -203,9 +231,14 @@ class Controller:
     def choice(self) -> Choice:
         return Choice(self.forward.value, self.backward.value, self.penalty.weight)
 
-    def look(self, residual: float, backward_error: float) -> Choice | None:
-        """The means since the last look; returns the new choice if it is another one."""
+    def look(self, residual: float, backward_error: float, done: float = 1.0) -> Choice | None:
+        """The means since the last look; returns the new choice if it is another one.
+
+        done: the share of the training that is, by which targets tighten.
+        """
         before, weight = self.choice, self.penalty.weight
+        self.forward.tighten(done)
+        self.backward.tighten(done)
         # Judged before the ladders move: the top rung has to be tried first.
         self.above = self.forward.above(residual), self.backward.above(backward_error)
         pressed = self.above[0] and self.forward.at_top

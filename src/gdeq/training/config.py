@@ -166,6 +166,10 @@ class AdaptConfig:
     enabled: bool = False  # choose steps, refinement and penalty by residual and error
     forward: float = 1e-2  # wanted: mean relative residual of the fixed point
     backward: float = 0.3  # wanted: mean relative error of w, as a refinement estimates it
+    forward_at_first: float | None = (
+        None  # wanted at the first step, then evenly less; none: forward
+    )
+    backward_at_first: float | None = None  # the same of backward
     every: int = 50  # training steps between two looks
     steps: tuple[int, ...] = (4, 5, 6, 7, 9, 12, 15, 18)  # for solver.max_iter; last: the budget
     refine: tuple[int, ...] = (0, 1, 2, 3, 5)  # the rungs for gradient.refine
@@ -179,6 +183,10 @@ class AdaptConfig:
         for name in ("forward", "penalty_least"):
             check_real(self, name, 0.0, open_low=True)
         check_real(self, "backward", 0.0, 1.0, open_low=True)  # an error of 1 is that of w = 0
+        if self.forward_at_first is not None:
+            check_real(self, "forward_at_first", self.forward)
+        if self.backward_at_first is not None:
+            check_real(self, "backward_at_first", self.backward, 1.0)
         check_integer(self, "every", 1)
         check_integer(self, "patience", 1)
         check_real(self, "room", 0.0, 1.0)

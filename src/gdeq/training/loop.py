@@ -300,8 +300,9 @@ class Trainer:
         # Without a VJP nothing is estimated; JFB's residual is near its error.
         estimated = not math.isnan(figures["backward_error"])
         names = "residual", "backward_error" if estimated else "backward_residual"
-        measured = {name: figures[name] for name in names}
-        choice = self.controller.look(*measured.values())
+        residual, error = (figures[name] for name in names)
+        measured = dict(zip(names, (residual, error), strict=True))
+        choice = self.controller.look(residual, error, self.step / self.total)
         if choice is not None:
             record = {"kind": "adapt", "step": self.step, "epoch": epoch + 1}
             above = [name for name, high in zip(names, self.controller.above, strict=True) if high]
@@ -309,7 +310,7 @@ class Trainer:
             self._write({**record, **choice.figures(), **measured, **why})
         if any(self.controller.exhausted) and epoch != self.told:
             self.told = epoch
-            for text in exhausted(self.step, self.controller.exhausted, *measured.values()):
+            for text in exhausted(self.step, self.controller.exhausted, residual, error):
                 self._say(text)
 
     def _in_use(self) -> dict[str, Any]:
