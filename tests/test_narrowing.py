@@ -53,8 +53,8 @@ def small(monkeypatch):
     def lost(store):
         return store.fill_(torch.nan if store.is_floating_point() else 127)
 
-    def built(sweep, *arguments):
-        build(sweep, *arguments)
+    def built(sweep, *arguments, **more):
+        build(sweep, *arguments, **more)
         lost(sweep.steps)
         lost(sweep.scales)
 

@@ -41,8 +41,8 @@ def form(request):
 def what_is_not_written_is_not_read(monkeypatch):
     build = fused.Sweep.__init__
 
-    def built(sweep, *arguments):
-        build(sweep, *arguments)
+    def built(sweep, *arguments, **more):
+        build(sweep, *arguments, **more)
         for kept in (sweep.steps, sweep.coordinates, sweep.products, sweep.weight, sweep.partial):
             kept.fill_(torch.nan)
 

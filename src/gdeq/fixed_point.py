@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from gdeq import product
 from gdeq.aside import Aside
 from gdeq.gradients import DEFAULT, Gradient, Unrolled
 from gdeq.nodes import (
@@ -63,6 +64,7 @@ def solve_and_attach(
     gradient: Gradient,
     first: Callable[[State], State] | None = None,
     aside: Aside | None = None,
+    lend: bool = False,
 ) -> tuple[State, Solution]:
     """`fixed_point`: z with its gradients, and the solution.
 
@@ -70,6 +72,7 @@ def solve_and_attach(
 
     The solution's own z is the same tensors where z has no gradients or is unrolled.  Else it is
     without gradients, in memory of its own that f's graph reads: it must not be changed in place.
+    With ``lend``, and without second derivatives, z itself is in that memory, and no copy is made.
 
     aside: where the end of the solve may run, entered; if it has begun, the solution may be read,
         and z where it is the solution's, after its `join`.
@@ -78,11 +81,17 @@ def solve_and_attach(
     space = StateSpace(z0)
     on_vectors = space.vectorize(f)
     at_start = None if first is None else space.vectorize(first)
-    start = space.start(z0)
     if isinstance(gradient, Unrolled):
+        start = space.start(z0)
         solution = _unrolled(on_vectors, start, space, solver, gradient, at_start)
         return solution.z, solution
     assert solver is not None
+    parts = product.start_in_parts(on_vectors, z0, solver)
+    start = (
+        product.nowhere(space.batch, space.size, space.dtype, space.device)
+        if parts is not None
+        else space.start(z0)
+    )
     evaluation: TwiceEvaluation | DirectEvaluation
     last = None
     if needs_second_order(gradient):
@@ -91,7 +100,7 @@ def solve_and_attach(
         evaluation = DirectEvaluation(on_vectors, gradient)
         if torch.is_grad_enabled() and differentiates_in_the_solve(space, solver, gradient):
             last = LastEvaluation(on_vectors, evaluation, aside if may_go_aside(start) else None)
-    z, solution = solve_space(on_vectors, start.detach(), space, solver, last, at_start)
+    z, solution = solve_space(on_vectors, start.detach(), space, solver, last, at_start, parts)
     if not torch.is_grad_enabled():
         return solution.z, solution
     with full_precision(space.device):
@@ -100,7 +109,8 @@ def solve_and_attach(
             if isinstance(evaluation, DirectEvaluation):
                 evaluation.at(space.leaves(solution.z, "z", cast=False))
         if isinstance(evaluation, DirectEvaluation):
-            return evaluation.attach(z, solution), solution
+            aside_now = last is not None and last.aside is not None
+            return evaluation.attach(z, solution, lend and not aside_now), solution
         z = space.pack(solution.z) if z is None else z
         evaluation.at(z)
         attached = evaluation.attach(z, solution)

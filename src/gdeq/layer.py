@@ -87,11 +87,11 @@ class DEQ(nn.Module):
         the fixed point does not depend on where its solve began.
 
     ``undisturbed``, False unless set, says that the cell reads its parameters, its inputs and what
-    `hold` holds, nothing else, and that nobody changes these in place between a call and its
-    backward pass.  In a step that `gdeq.capture` records, with ``tol=0``, the last evaluation may
-    then run beside what follows the layer (if `gdeq.nodes.beside_the_head` is set).  A sample for
-    which f is not finite there, and there alone, is then returned as that iterate; in ``solution``
-    it is the one before.
+    `hold` holds, nothing else, and that nobody changes these, or the z that is returned, in place
+    between a call and its backward pass.  That z is then not copied.  In a step that `gdeq.capture`
+    records, with ``tol=0``, the last evaluation may then run beside what follows the layer (if
+    `gdeq.nodes.beside_the_head` is set).  A sample for which f is not finite there, and there
+    alone, is then returned as that iterate; in ``solution`` it is the one before.
 
     ``z0`` is taken from the call; else from ``start``; else from ``cell.initial_state(x, ...)``
     where the cell has such a method (which also says what form ``start`` must return); else it is
@@ -163,6 +163,7 @@ class DEQ(nn.Module):
                     self.gradient,
                     first,
                     aside if self.undisturbed else None,
+                    lend=self.undisturbed,
                 )
             except Exception as problem:
                 if note:

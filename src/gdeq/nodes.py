@@ -425,22 +425,23 @@ class DirectEvaluation:
             self.out = self.f.leaves(z)
         return self.out
 
-    def attach(self, z: Tensor | None, solution: Solution) -> State:  # z: (batch, d)
+    def attach(self, z: Tensor | None, solution: Solution, lend: bool = False) -> State:
         """The solution's z, with gradients to all that f closes over.
 
-        z: the same as a vector; None where that has no more digits.
+        z: (batch, d), the same as a vector; None where that has no more digits.
+        lend: in the memory that f's graph and the record read, which nobody may change then.
         """
         if not any(leaf.requires_grad for leaf in self.out):
             return solution.z  # f is a constant: nothing to differentiate
         space, link = self.f.space, self.link
         link.solution = _held(link.gradient, solution)
-        # The user may change them in place; f's graph and the record hold z.
-        copies = self.copies or space.copies(space.leaves(solution.z, "z", cast=False))
+        leaves = space.leaves(solution.z, "z", cast=False)
+        given = [leaf.detach() for leaf in leaves] if lend else self.copies or space.copies(leaves)
         with torch.enable_grad():
             inside = None if z is None else self.f.inside(z)
             # Where its forward runs, its backward does.
             with contextlib.nullcontext() if link.aside is None else link.aside.on_main():
-                made = _Direct.apply(link, space, copies, inside, *self.out, *self.z_in)
+                made = _Direct.apply(link, space, given, inside, *self.out, *self.z_in)
         return space.state(made)
 
 
@@ -458,6 +459,7 @@ class LastEvaluation(VectorMap):
         vars(self).update(vars(f))
         self.evaluation = evaluation
         self.aside = evaluation.link.aside = aside
+        self.wants_inverse = evaluation.link.gradient.uses_inverse
         self.made = False
 
     def begin(self, sweep: Any) -> None:

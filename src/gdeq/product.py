@@ -43,6 +43,7 @@ for which there is no counterpart in a product, so there the plain form is used.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ from gdeq.solution import Status
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver, noise_level
 from gdeq.solvers.broyden import Broyden
-from gdeq.state import Vectorized, VectorMap
+from gdeq.state import State, Vectorized, VectorMap
 
 if TYPE_CHECKING:
     from gdeq.nodes import LastEvaluation
@@ -245,6 +246,27 @@ def rounds_z(solver: Solver, dtype: torch.dtype) -> bool:
     return solver.tol == 0 and dtype == torch.bfloat16 and not damped
 
 
+def nowhere(batch: int, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(batch, d) without memory, for a z that is in parts alone."""
+    return torch.empty((), dtype=dtype, device=device).expand(batch, d)
+
+
+def start_in_parts(f: VectorMap, z0: State, solver: Solver) -> Tensor | None:  # (batch·d,)
+    """z0 as f is given it, where a solve keeps z in no other form: no vector is made of it.
+
+    It may be the memory of z0, which the solve only reads.
+    """
+    space, dtype = f.space, f.parts_dtype
+    z = nowhere(space.batch, space.size, space.dtype, space.device)
+    if choice.chosen(z) != "triton" or not applies(solver, z, solver.max_iter, None):
+        return None
+    from gdeq.kernels import product as fused  # noqa: PLC0415 (needs Triton)
+
+    if dtype is None or not fused.in_parts_alone(solver, z, dtype, space.precision()):
+        return None
+    return space.as_parts(space.leaves(z0, "z0", cast=False)).detach()
+
+
 def iterate(
     f: Vectorized,
     z: Tensor,  # (batch, d)
@@ -254,9 +276,11 @@ def iterate(
     right: Tensor | None,  # (batch, d)
     last: LastEvaluation | None = None,
     first: VectorMap | None = None,
+    parts: Tensor | None = None,  # (batch·d,)
 ) -> tuple[Any, ...]:
     """The fields of `gdeq.solve.Iterates`, except the solver's state.  z may be in parts alone.
 
+    parts: where the solve begins, of `start_in_parts`; z is then `nowhere`.
     last: f once more, called in its place at the iterate that is known to be the last (tol=0), and
         with the z that is returned for a sample that stopped before.
     first: f once more, called in its place at the z given.
@@ -269,7 +293,8 @@ def iterate(
     if choice.chosen(z) == "triton":
         from gdeq.kernels import product as fused  # noqa: PLC0415 (needs Triton)
 
-        kind = fused.Sweep
+        wanted = last is None or last.wants_inverse
+        kind = partial(fused.Sweep, parts=parts, inverts=wanted)
     elif isinstance(solver, Anderson):
         from gdeq.anderson_steps import AndersonSweep  # noqa: PLC0415 (a `PlainSweep` itself)
 

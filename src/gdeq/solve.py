@@ -59,6 +59,7 @@ def iterate(
     inverse: Inverse | None = None,
     last: LastEvaluation | None = None,
     first: VectorMap | None = None,
+    parts: Tensor | None = None,  # (batch·d,)
 ) -> Iterates:
     """Run ``solver`` on f from z; samples are independent systems.
 
@@ -72,10 +73,12 @@ def iterate(
         for a linear system, instead of to max(‖f(z)‖, ‖z‖).
     last: f, differentiable; with ``tol=0`` it may be called in f's place at the last iterate.
     first: f as it is computed where the solve begins, called there once.
+    parts: where it begins, of `gdeq.product.start_in_parts`.
     """
     max_steps = solver.max_iter if max_steps is None else max_steps
     if product.applies(solver, z, max_steps, inverse):  # the same, in fewer passes over memory
-        return Iterates(*product.iterate(f, z, solver, precision, max_steps, right, last, first))
+        found = product.iterate(f, z, solver, precision, max_steps, right, last, first, parts)
+        return Iterates(*found)
     scale = None if right is None else safe_norms(right)[0]
     floor = z.new_zeros(())
 
@@ -157,6 +160,7 @@ def solve_space(
     solver: Solver,
     last: LastEvaluation | None = None,
     first: VectorMap | None = None,
+    parts: Tensor | None = None,  # (batch·d,)
 ) -> tuple[Tensor | None, Solution]:
     """`iterate` without autograd and outside autocast: z as a vector, and all in the user's terms.
 
@@ -164,7 +168,7 @@ def solve_space(
     """
     precision = space.precision()
     with torch.no_grad(), full_precision(space.device):
-        found = iterate(f, z, solver, precision=precision, last=last, first=first)
+        found = iterate(f, z, solver, precision=precision, last=last, first=first, parts=parts)
     solution = Solution(
         z=_state_of(found, space),
         converged=found.converged,

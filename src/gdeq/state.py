@@ -279,6 +279,16 @@ class StateSpace:
         # As .data: views of one buffer could not be changed in place, one without the others.
         return [self._shaped(piece, i).data for i, piece in enumerate(pieces)]
 
+    def as_parts(self, leaves: Sequence[Tensor]) -> Tensor:  # -> (batch·d,)
+        """The inverse of `in_parts`: the memory of the tensors, if they lie there so."""
+        found = self._in_order(leaves)
+        adjacent = _as_one_buffer(found)
+        if adjacent is not None:
+            return adjacent
+        if any(leaf.dtype != found[0].dtype for leaf in found):
+            found = [leaf.to(self.dtype) for leaf in found]
+        return torch.cat([leaf.reshape(-1) for leaf in found])
+
     def state(self, leaves: Sequence[Tensor]) -> State:
         """The tensors in their structure."""
         return _rebuild(self.structure, list(leaves))
@@ -367,14 +377,7 @@ class VectorMap:
 
         Whether z was within the range of the parts (`inside`) the caller knows.
         """
-        space = self.space
-        found = space._in_order(self.leaves(space.in_parts(parts)))
-        adjacent = _as_one_buffer(found)
-        if adjacent is not None:
-            return adjacent
-        if any(leaf.dtype != found[0].dtype for leaf in found):
-            found = [leaf.to(space.dtype) for leaf in found]
-        return torch.cat([leaf.reshape(-1) for leaf in found])
+        return self.space.as_parts(self.leaves(self.space.in_parts(parts)))
 
     def leaves(self, z: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of f(z) for those of z."""

@@ -32,7 +32,14 @@ from gdeq.kernels.product_judge import ACTIVE, REALS, STEPS, WHOLES, finish, jud
 from gdeq.kernels.words import COMPILES, MOST_NUMBERS, products_of_words, words_of
 from gdeq.ledger import flight_limit
 from gdeq.narrowing import first_active, gathered_parts
-from gdeq.product import ProductInverse, Settled, in_eight_bits, rounds_z, store_dtype
+from gdeq.product import (
+    ProductInverse,
+    Settled,
+    in_eight_bits,
+    nowhere,
+    rounds_z,
+    store_dtype,
+)
 from gdeq.recording import recording
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver, noise_level
@@ -173,12 +180,14 @@ def _dots(
         tl.sum(here * here, 0),
         tl.sum(y * y, 0),
     )
-    largest = tl.maximum(tl.maximum(gg, ff), tl.maximum(zz, yy))
-    least = tl.minimum(tl.minimum(gg, ff), tl.minimum(zz, yy))
     tl.store(at, gg.to(tl.float64))
     tl.store(at + 1, ff.to(tl.float64))
     tl.store(at + 2, zz.to(tl.float64))
     tl.store(at + 3, yy.to(tl.float64))
+    if FIRST:  # a solve mostly begins at zeros, whose squares are as they should be
+        zz = tl.where(tl.max(tl.abs(here), 0) == 0, gg, zz)
+    largest = tl.maximum(tl.maximum(gg, ff), tl.maximum(zz, yy))
+    least = tl.minimum(tl.minimum(gg, ff), tl.minimum(zz, yy))
     if (least < SMALL) | ((largest <= 1 / SMALL) == 0):  # NaN too
         _store_squares(at, g, there, here, y)
     if PACKED:
@@ -252,7 +261,7 @@ def _moved(z, step, unit, SCALED: tl.constexpr, ROUNDED: tl.constexpr):
 @triton.jit(do_not_specialize=["count", "scale_stride"])
 def _step(
     rows, evaluated,
-    z, moved, fz, steps, scales, parts, chunk_table, weight, lead, moves, taken,
+    z, begun, moved, fz, steps, scales, parts, chunk_table, weight, lead, moves, taken,
     d, step_stride, scale_stride, chunks, count,
     NARROW: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, PARTS: tl.constexpr,
     WATCH: tl.constexpr, ROUNDED: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
@@ -262,7 +271,7 @@ def _step(
 
     That is z itself but for the FIRST step, which leaves z as it is; then z goes there also of a
     sample that does not move.  taken: the steps of each sample, this one too (if COUNTED).
-    ROUNDED: z is in parts alone, and changed there.
+    ROUNDED: z is in parts alone: in ``begun``, and changed into ``parts``.
     """
     chunk, at_parts = work(BACKWARDS)
     b = _sample(rows, at_parts, NARROW)
@@ -281,7 +290,7 @@ def _step(
     units = scales + b * scale_stride + chunk
     # Asked for together, f(z) whether or not it will be used: one wait, not one after the other.
     share = tl.load(lead + b)
-    here = _z_here(z, parts, in_rows, in_parts, inside, ROUNDED)
+    here = _z_here(z, begun, in_rows, in_parts, inside, ROUNDED)
     there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
     total = tl.zeros_like(here)
     if share != 0:
@@ -302,7 +311,7 @@ def _step(
     tl.store(out, stored, mask=inside)
     if goes != 0:
         here = _moved(here, step, unit, SCALED, ROUNDED)
-    if FIRST and not ROUNDED:
+    if FIRST:
         goes += 1  # or stays, but in another place
     if goes != 0:
         if not ROUNDED:
@@ -342,7 +351,10 @@ def _settle(
                 chunk_table, b, b, chunk, batch, d, ALIGNED, BLOCK
             )
             column, inside = row + lane, lane < length
-            total = tl.load(first + in_rows, mask=inside, other=0.0)
+            if ROUNDED:
+                total = tl.load(first + in_parts, mask=inside, other=0.0).to(z.dtype.element_ty)
+            else:
+                total = tl.load(first + in_rows, mask=inside, other=0.0)
             base, units = steps + b * step_stride, scales + b * scale_stride + chunk
             for j in range(0, wanted):
                 s = tl.load(base + tl.cast(j, tl.int64) * d + column, mask=inside, other=0)
@@ -360,6 +372,17 @@ def _in_parts(z: Tensor, sizes: list[int], dtype: torch.dtype) -> Tensor:  # -> 
     if state.takes(len(z), [dtype] * len(sizes)):
         return state.split_buffer(z, sizes, dtype)
     return torch.cat([row.reshape(-1) for row in z.to(dtype).split(sizes, dim=1)])
+
+
+def _measures_change(solver: Solver, z: Tensor, precision: float) -> bool:
+    rounded = store_dtype(z, precision, in_eight_bits(solver)) != z.dtype
+    return not ((rounded and tuning.change_from_dots) or isinstance(solver, Anderson))
+
+
+def in_parts_alone(solver: Solver, z: Tensor, dtype: torch.dtype, precision: float) -> bool:
+    """Whether a `Sweep` keeps z as f is given it, in this dtype, and in no other form."""
+    measured = _measures_change(solver, z, precision)
+    return tuning.rounded_z and rounds_z(solver, dtype) and not measured
 
 
 def _with_room(x: Tensor, room: int) -> Tensor:  # (batch, fewer, n) -> (batch, room, n)
@@ -383,22 +406,33 @@ class Sweep:
         precision: float,
         max_steps: int,
         scale: Tensor | None,  # (batch,)
+        parts: Tensor | None = None,  # (batch·d,) in this dtype
+        inverts: bool = True,
     ) -> None:
+        """parts: z in parts, where it is kept in no other form (`in_parts_alone`).
+
+        inverts: whether B⁻¹ is asked for.
+        """
         batch, d = z.shape
         device = z.device
-        self.first = self.z = z.contiguous()  # the first step leaves it and begins another z
         self.solver, self.precision, self.max_steps = solver, precision, max_steps
         self.scale = scale
         self.table = table(tuple(sizes), tuning.block, device)
         self.aligned = all(size % ALIGNMENT == 0 for size in sizes)
         self.in_parts = len(sizes) > 1 or dtype != z.dtype
-        self.parts = self.z.view(-1)
-        if self.in_parts:
-            self.parts = _in_parts(z, sizes, dtype)
+        self.rounded = in_parts_alone(solver, z, dtype, precision)
+        # The first step leaves what it begins with, and makes another z.
+        if self.rounded:
+            self.parts = _in_parts(z, sizes, dtype) if parts is None else parts
+            self.z, self.first = nowhere(batch, d, z.dtype, device), self.parts
+        else:
+            self.first = self.z = z.contiguous()
+            self.parts = _in_parts(z, sizes, dtype) if self.in_parts else self.z.view(-1)
         # In a captured graph, or with tol=0, all places will be used; else the store grows.
         whole = solver.tol == 0 or recording(device)
         room = max_steps + 1 if whole else min(max_steps + 1, 8)
         self.memory = solver.memory if isinstance(solver, Anderson) else 0
+        self.inverts = inverts and not self.memory
         kept = store_dtype(z, precision, in_eight_bits(solver))
         self.steps = z.new_empty(batch, room, d, dtype=kept)
         # Of each chunk of a step in 8 bits; else never read.
@@ -424,10 +458,7 @@ class Sweep:
         self.unfinished = self.arrived  # samples; counted with a tolerance alone
         if solver.tol > 0:
             self.unfinished = torch.full((1,), batch, dtype=torch.int32, device=device)
-        rounded = self.steps.dtype != z.dtype
-        # ‖y‖; else nothing keeps f
-        self.measured = not ((rounded and tuning.change_from_dots) or self.memory)
-        self.rounded = tuning.rounded_z and rounds_z(solver, dtype) and not self.measured
+        self.measured = _measures_change(solver, z, precision)  # ‖y‖; else nothing keeps f
         self.returned = self.last_fz = self.parts
         self.another_size = True  # than the last f(z) had
 
@@ -455,7 +486,7 @@ class Sweep:
             self._grow()
         with on_device(self.z):
             self._judge(t, fz, counted=False)
-            if not self.memory or t < self.max_steps:  # a last step would be of use for B⁻¹ alone
+            if self.inverts or t < self.max_steps:  # a last step is of use for B⁻¹ alone
                 self._move(t, fz, counted=False)
         if not self.measured:
             return
@@ -531,13 +562,16 @@ class Sweep:
     def _move(self, t: int, fz: Tensor, counted: bool) -> None:
         d = self.z.shape[1]
         rows, evaluated = self._evaluated()
-        before = self.z
-        if t == 0 and not self.rounded:
+        before, begun = self.z, self.parts
+        if t == 0 and self.rounded:
+            self.parts = torch.empty_like(begun)
+        elif t == 0:
             self.z = torch.empty_like(before)
             self.parts = self.parts if self.in_parts else self.z.view(-1)
         strides, chunks = (self.steps.stride(0), self.scales.stride(0)), len(self.table)
         _step[(chunks, evaluated)](
-            rows, evaluated, before, self.z, fz, self.steps, self.scales, self.parts, self.table,
+            rows, evaluated,
+            before, begun, self.z, fz, self.steps, self.scales, self.parts, self.table,
             self.weight, self.lead, self.moves, self.whole[STEPS], d, *strides, chunks, t,
             NARROW=self.rows is not None, COUNTED=counted, FIRST=t == 0, PARTS=self.in_parts,
             WATCH=self.solver.tol > 0, ROUNDED=self.rounded, BACKWARDS=tuning.backwards,
@@ -581,7 +615,7 @@ class Sweep:
     def settle(self, last: int) -> Settled:
         codes, residual, taken, kept = self._settle()
         inverse = None
-        if not self.memory:
+        if self.inverts:
             scales = Scales(self.scales, self.sizes, tuning.block).first(last + 1)
             inverse = ProductInverse(
                 self.steps[:, : last + 1],

@@ -14,6 +14,8 @@ the injected block, and in the fusion everything but the stream of the highest r
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -166,13 +168,17 @@ class MDEQCell(nn.Module):
         if mdeq_fused.applies(self, (), injection):
             dtype, order = mdeq_fused.compute_dtype(injection), torch.channels_last
         batch, _, height, width = injection.shape
-        parts = []
+        shapes = []
         for channels in self.config.channels:
-            shape = (batch, channels, height, width)
-            part = torch.empty(shape, dtype=dtype, device=injection.device, memory_format=order)
-            parts.append(part.zero_())
+            shapes.append((batch, height, width, channels))
             height, width = halve(height), halve(width)
-        return tuple(parts)
+        # In one piece: filled at once, and a solve can begin with it as it lies.
+        sizes = [math.prod(shape) for shape in shapes]
+        buffer = torch.zeros(sum(sizes), dtype=dtype, device=injection.device)
+        parts = zip(buffer.split(sizes), shapes, strict=True)
+        if order == torch.channels_last:
+            return tuple(part.data.view(shape).permute(0, 3, 1, 2) for part, shape in parts)
+        return tuple(part.data.view(n, c, h, w) for part, (n, h, w, c) in parts)
 
     def at_initial_state(self, injection: Tensor) -> MultiscaleState | None:
         """f there, without autograd, where the fused form runs: less than half of its work.
