@@ -29,7 +29,13 @@ from gdeq.kernels.chunks import (
     work,
 )
 from gdeq.kernels.product_judge import ACTIVE, REALS, STEPS, WHOLES, finish, judge
-from gdeq.kernels.words import COMPILES, MOST_NUMBERS, products_of_words, words_of
+from gdeq.kernels.words import (
+    COARSE_FROM,
+    COMPILES,
+    MOST_NUMBERS,
+    products_of_words,
+    words_of,
+)
 from gdeq.ledger import flight_limit
 from gdeq.narrowing import first_active, gathered_parts
 from gdeq.product import (
@@ -64,6 +70,7 @@ class Tuning:
     packed: bool = True
     tile_of_bytes: tuple[int, int] = (4, 4)
     warps_of_bytes: int = 1
+    group: int = 1  # chunks of a program of the first pass, where that divides their number
     # Of the first pass, with steps of 16 bits: 14 programs an SM, where ptxas would take up to 253
     # for 8.  The second where 144 spill: with float16, whose range is looked at, or many steps.
     dots_registers: tuple[int, int] = (144, 168)
@@ -105,54 +112,45 @@ def _store_squares(at, g, there, here, y):
     tl.store(at + 3, tl.sum(wide * wide, 0))
 
 
-@triton.jit(do_not_specialize=["count", "most", "scale_stride"])
-def _dots(
-    rows, evaluated,
-    z, parts, fz, last_fz, steps, words, scales, chunk_table, d, step_stride, scale_stride, arrived,
-    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
-    coordinates, products,
-    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
-    MEMORY: tl.constexpr, WINDOW: tl.constexpr,
-    NARROW: tl.constexpr, JUDGE: tl.constexpr, COUNTED: tl.constexpr, HALF: tl.constexpr,
-    ROUNDED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
-    WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
-    SCALED: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
+@triton.jit
+def _z_and_f(
+    z, parts, fz, in_rows, in_parts, inside, HALF: tl.constexpr, ROUNDED: tl.constexpr
 ):  # fmt: skip
-    """a_j = s_jᵀg, the new row s_jᵀs_{t−1} of G, and ‖g‖², ‖f(z)‖², ‖z‖², ‖y‖²: one chunk of each.
+    here = _z_here(z, parts, in_rows, in_parts, inside, ROUNDED)
+    there = tl.load(fz + in_parts, mask=inside, other=0.0).to(z.dtype.element_ty)
+    if HALF:
+        there = tl.where(tl.abs(here) <= LARGEST_HALF, there, float("nan"))
+    return here, there
 
-    Where squares may have overflowed or vanished, they are summed again in float64.  MEASURED: ‖y‖
-    is not found in another way.  JUDGE: the program of a sample that is done last also judges it.
-    SCALED: steps are whole numbers, and only their sums are multiplied by what these count.
-    PACKED: four of them at once, from the same memory as words (`gdeq.kernels.words`).
-    HALF: f was given z in float16; where z is out of its range, f(z) counts as NaN.
-    ROUNDED: z is in parts alone (`gdeq.product.rounds_z`).
-    COUNTED: in a repetition, which iterate it is, is known from the sample itself.
-    NARROW: f was evaluated for these rows alone, so only what it takes and returns is in parts.
-    """
-    chunk, at_parts = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    b = _sample(rows, at_parts, NARROW)
-    if COUNTED:
-        count = tl.load(whole + 2 * batch + b) + 1
-    if WATCH and not FIRST:  # noqa: SIM102 (known when it is compiled)
-        if tl.load(whole + b) == 0:  # done: none of its steps is read
-            if chunk == 0:
-                tl.store(moves + b, DONE)
-            return
+
+@triton.jit
+def _change(there, last_fz, newest, unit, in_parts, inside):
+    """y"""
+    before = tl.load(last_fz + in_parts, mask=inside, other=0.0).to(there.dtype)
+    return there - before - newest * unit
+
+
+@triton.jit
+def _dots_of_chunk(
+    b, at_parts, chunk,
+    evaluated, z, parts, fz, last_fz, steps, words, scales, chunk_table, d, step_stride,
+    scale_stride, norms, partial, chunks, count,
+    HALF: tl.constexpr, ROUNDED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
+    SCALED: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, PLACES: tl.constexpr, COARSE: tl.constexpr,
+):  # fmt: skip
+    """What `_dots` sums, of one chunk."""
     kind = z.dtype.element_ty
     lane, row, length, in_rows, in_parts = place(
         chunk_table, b, at_parts, chunk, evaluated, d, ALIGNED, BLOCK
     )
     column, inside = row + lane, lane < length
-    if PACKED:  # asked for at once: they need not wait for g
+    if PACKED and not FIRST:  # asked for at once: they need not wait for g
         words += (b * step_stride + row) >> 2
         first_words = words_of(words, count, length, d, BLOCK, TILE)
         newest_at = words + tl.maximum(count - 1, 0).to(tl.int64) * (d >> 2)
         new_words = words_of(newest_at, count, length, d, BLOCK, 1)
-    here = _z_here(z, parts, in_rows, in_parts, inside, ROUNDED)
-    there = tl.load(fz + in_parts, mask=inside, other=0.0).to(kind)
-    if HALF:
-        there = tl.where(tl.abs(here) <= LARGEST_HALF, there, float("nan"))
+    here, there = _z_and_f(z, parts, fz, in_rows, in_parts, inside, HALF, ROUNDED)
     base = steps + b * step_stride
     out = partial + (b * chunks + chunk) * 2 * PLACES
     g = there - here
@@ -171,8 +169,7 @@ def _dots(
             tl.store(out + last, tl.sum(newest * g, 0) * unit)
             tl.store(out + PLACES + last, tl.sum(newest * newest, 0) * unit * unit)
         if MEASURED:
-            before = tl.load(last_fz + in_parts, mask=inside, other=0.0).to(kind)
-            y = there - before - newest * unit
+            y = _change(there, last_fz, newest, unit, in_parts, inside)
     at = norms + (b * chunks + chunk) * 4
     gg, ff, zz, yy = (
         tl.sum(g * g, 0),
@@ -188,13 +185,12 @@ def _dots(
         zz = tl.where(tl.max(tl.abs(here), 0) == 0, gg, zz)
     largest = tl.maximum(tl.maximum(gg, ff), tl.maximum(zz, yy))
     least = tl.minimum(tl.minimum(gg, ff), tl.minimum(zz, yy))
-    if (least < SMALL) | ((largest <= 1 / SMALL) == 0):  # NaN too
-        _store_squares(at, g, there, here, y)
     if PACKED:
-        products_of_words(
-            first_words, new_words[0], words, units, g, unit, out, d, length, chunks, count,
-            BLOCK, TILE, PLACES,
-        )  # fmt: skip
+        if not FIRST:  # then there is no step
+            products_of_words(
+                first_words, new_words[0], words, units, g, unit, out, d, length, chunks, count,
+                BLOCK, TILE, PLACES, COARSE,
+            )  # fmt: skip
     else:
         for first in range(0, last, TILE):
             j = first + tl.arange(0, TILE)
@@ -208,9 +204,62 @@ def _dots(
                 of_g, of_newest = of_g * unit_j, of_newest * unit_j * unit
             tl.store(out + j, of_g, mask=known)
             tl.store(out + PLACES + j, of_newest, mask=known)
+    if (least < SMALL) | ((largest <= 1 / SMALL) == 0):  # NaN too
+        # Read again: what is rarely needed is not kept in registers meanwhile.
+        here, there = _z_and_f(z, parts, fz, in_rows, in_parts, inside, HALF, ROUNDED)
+        y = there - here
+        if MEASURED and count > 0:
+            newest = tl.load(base + tl.cast(last, tl.int64) * d + column, mask=inside, other=0)
+            newest = numbers(newest, kind, SCALED)
+            y = _change(there, last_fz, newest, unit, in_parts, inside)
+        _store_squares(at, there - here, there, here, y)
+
+
+@triton.jit(do_not_specialize=["count", "most", "scale_stride"])
+def _dots(
+    rows, evaluated,
+    z, parts, fz, last_fz, steps, words, scales, chunk_table, d, step_stride, scale_stride, arrived,
+    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
+    coordinates, products,
+    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
+    MEMORY: tl.constexpr, WINDOW: tl.constexpr,
+    NARROW: tl.constexpr, JUDGE: tl.constexpr, COUNTED: tl.constexpr, HALF: tl.constexpr,
+    ROUNDED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
+    WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
+    SCALED: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr, COARSE: tl.constexpr = False,
+    GROUP: tl.constexpr = 1,
+):  # fmt: skip
+    """a_j = s_jᵀg, the new row s_jᵀs_{t−1} of G, and ‖g‖², ‖f(z)‖², ‖z‖², ‖y‖²: one chunk of each.
+
+    Where squares may have overflowed or vanished, they are summed again in float64.  MEASURED: ‖y‖
+    is not found in another way.  JUDGE: the program of a sample that is done last also judges it.
+    SCALED: steps are whole numbers, and only their sums are multiplied by what these count.
+    PACKED: four of them at once, from the same memory as words (`gdeq.kernels.words`); COARSE: with
+    g in 8 bits as well.  GROUP: chunks of a program.
+    HALF: f was given z in float16; where z is out of its range, f(z) counts as NaN.
+    ROUNDED: z is in parts alone (`gdeq.product.rounds_z`).
+    COUNTED: in a repetition, which iterate it is, is known from the sample itself.
+    NARROW: f was evaluated for these rows alone, so only what it takes and returns is in parts.
+    """
+    chunk, at_parts = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    b = _sample(rows, at_parts, NARROW)
+    if COUNTED:
+        count = tl.load(whole + 2 * batch + b) + 1
+    if WATCH and not FIRST:  # noqa: SIM102 (known when it is compiled)
+        if tl.load(whole + b) == 0:  # done: none of its steps is read
+            if chunk == 0:
+                tl.store(moves + b, DONE)
+            return
+    for i in range(GROUP):
+        _dots_of_chunk(
+            b, at_parts, chunk * GROUP + i, evaluated, z, parts, fz, last_fz, steps, words, scales,
+            chunk_table, d, step_stride, scale_stride, norms, partial, chunks, count,
+            HALF, ROUNDED, FIRST, MEASURED, SCALED, PACKED, ALIGNED, BLOCK, TILE, PLACES, COARSE,
+        )  # fmt: skip
     if JUDGE:
         tl.debug_barrier()  # what all lanes have stored goes before the count
-        if tl.atomic_add(arrived + b, 1, sem="acq_rel") == chunks - 1:
+        if tl.atomic_add(arrived + b, GROUP, sem="acq_rel") == chunks - GROUP:
             tl.store(arrived + b, 0)  # for the next iterate
             judge(
                 b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
@@ -543,12 +592,13 @@ class Sweep:
             "WINDOW": max(8, triton.next_power_of_2(self.memory)),
         }
         at_once = tuning.judge_in_dots and tuning.dots_warps == 1
-        _dots[(chunks, evaluated)](
+        group = tuning.group if chunks % tuning.group == 0 else 1
+        _dots[(chunks // group, evaluated)](
             rows, evaluated, self.z, self.parts, fz, self.last_fz, self.steps, self._words(),
             self.scales, self.table, d, *strides, self.arrived, *verdict,
             JUDGE=at_once, HALF=self.parts.dtype == torch.float16, ROUNDED=self.rounded,
-            PACKED=self._packed(), **common, **judging, **self._tiles(0), **self._registers(),
-            num_warps=tuning.dots_warps,
+            PACKED=self._packed(), COARSE=self._packed() and d >= COARSE_FROM, GROUP=group,
+            **common, **judging, **self._tiles(0), **self._registers(), num_warps=tuning.dots_warps,
         )  # fmt: skip
         if not at_once:
             _judge[(evaluated,)](rows, *verdict, **common, **judging, num_warps=1)
