@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq import nodes
 from gdeq.bench.steps import Setup, arithmetic, build, default_setup, in_graph, measure, ours
 from gdeq.gradients import GDEQ
 from gdeq.kernels import classifier, loss
@@ -33,7 +32,6 @@ SWITCHES: dict[str, tuple[Any, str]] = {
     "whole sums of two norms": (fusion_whole, "masked"),
     "classifier": (classifier, "enabled"),
     "loss": (loss, "enabled"),
-    "end of the solve beside the head": (nodes, "beside_the_head"),
 }
 
 

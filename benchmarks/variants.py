@@ -14,7 +14,6 @@ from dataclasses import replace
 
 import torch
 
-from gdeq import nodes
 from gdeq.bench.steps import Setup, cell_times, default_setup, measure, ours
 from gdeq.gradients import GDEQ
 from gdeq.models import mdeq_fused
@@ -38,7 +37,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     setup = replace(default_setup(args.device), batch=args.batch, rounds=args.rounds, step_bits=16)
     tune(rounded_z=False)
-    mdeq_fused.zero_start = nodes.beside_the_head = False
+    mdeq_fused.zero_start = False
 
     def tell(name: str, of: Setup) -> float:
         row = measure(of, name, lambda: ours(of, GDEQ()))
@@ -59,9 +58,7 @@ def main() -> None:
     tune(packed=True)
     tell("four numbers at once", in_bytes)
     mdeq_fused.zero_start = True
-    tell("the first f from what samples share", in_bytes)
-    nodes.beside_the_head = True
-    best = tell("the last f beside the head", in_bytes)
+    best = tell("the first f from what samples share", in_bytes)
     f = cell_times(in_bytes, vjp=False)["f"]
     evaluations = setup.forward + 3
     print(f"f in a graph {f:.4f} ms; step ÷ ({evaluations} × f): {best / (evaluations * f):.3f}")

@@ -175,7 +175,7 @@ def test_z_is_lent_where_nobody_changes_it(gradient, recorded, monkeypatch):
     deq = gdeq.DEQ(Cell(), Broyden(5, 0.0), gradient)
     z, expected = gradient_of(deq, x)
     assert z.data_ptr() != deq.solution.z.data_ptr()
-    deq.undisturbed = True
+    deq.lends = True
     lent, found = gradient_of(deq, x)
     assert lent.data_ptr() == deq.solution.z.data_ptr()
     assert torch.equal(lent, z)

@@ -37,34 +37,11 @@ def test_no_two_of_one_computation_are_the_same(asked, pool):
         pool(GPU)
     sides = [streams.beside(main, GPU) for _ in range(6)]
     weights = streams.for_all(GPU, 6)
-    branch = streams.head_of_branches(main, GPU)
-    of_branch = [streams.beside(branch, GPU) for _ in range(6)]
-    taken = numbers_of(main, *sides, *weights, branch, *of_branch)
+    taken = numbers_of(main, *sides, *weights)
     assert len(set(taken)) == len(taken)
-
-
-def test_a_branch_with_branches_is_not_the_main_stream_of_others():
-    others = [streams.new_main(GPU) for _ in range(8)]
-    for other in others:
-        streams.beside(other, GPU)
-    for _ in range(10):
-        main = streams.new_main(GPU)
-        branch = streams.head_of_branches(main, GPU)
-        assert branch.cuda_stream not in numbers_of(*others)
 
 
 def test_of_too_many_one_is_given_twice():
     main = streams.new_main(GPU)
     taken = numbers_of(main, *(streams.beside(main, GPU) for _ in range(40)))
     assert len(set(taken)) == streams.POOL
-
-
-def test_what_nobody_waits_for_goes_behind(monkeypatch, pool):
-    monkeypatch.setattr(streams, "PRIORITY", -1)
-    main = streams.new_main(GPU)
-    for _ in range(streams.POOL - 1):  # the next one is main again, and another must be asked for
-        pool(GPU)
-    chain = [main, streams.beside(main, GPU), streams.head_of_branches(main, GPU)]
-    assert [stream.priority for stream in chain] == [-1, -1, -1]
-    assert len({stream.cuda_stream for stream in chain}) == 3
-    assert [stream.priority for stream in streams.for_all(GPU, 2)] == [0, 0]

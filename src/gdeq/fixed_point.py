@@ -7,8 +7,7 @@ With ``tol=0`` the last iterate is known beforehand.  In a recorded step (`gdeq.
 differentiated right there (`LastEvaluation`), and the solve learns from the same values: one
 evaluation less.  A sample for which f was not finite before has been taken back to the iterate that
 is returned; where f is not finite at the very last one, neither is its gradient.  Elsewhere f is
-evaluated once more, at what is returned.  A `DEQ` may run that part of the solve beside what
-follows it (`gdeq.aside`).
+evaluated once more, at what is returned.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ import torch
 from torch import Tensor
 
 from gdeq import product
-from gdeq.aside import Aside
 from gdeq.gradients import DEFAULT, Gradient, Unrolled
 from gdeq.nodes import (
     DirectEvaluation,
     LastEvaluation,
     TwiceEvaluation,
     differentiates_in_the_solve,
-    may_go_aside,
     needs_second_order,
 )
 from gdeq.options import describe
@@ -63,7 +60,6 @@ def solve_and_attach(
     solver: Solver | None,
     gradient: Gradient,
     first: Callable[[State], State] | None = None,
-    aside: Aside | None = None,
     lend: bool = False,
 ) -> tuple[State, Solution]:
     """`fixed_point`: z with its gradients, and the solution.
@@ -73,9 +69,6 @@ def solve_and_attach(
     The solution's own z is the same tensors where z has no gradients or is unrolled.  Else it is
     without gradients, in memory of its own that f's graph reads: it must not be changed in place.
     With ``lend``, and without second derivatives, z itself is in that memory, and no copy is made.
-
-    aside: where the end of the solve may run, entered; if it has begun, the solution may be read,
-        and z where it is the solution's, after its `join`.
     """
     check_pair(solver, gradient)
     space = StateSpace(z0)
@@ -99,7 +92,7 @@ def solve_and_attach(
     else:
         evaluation = DirectEvaluation(on_vectors, gradient)
         if torch.is_grad_enabled() and differentiates_in_the_solve(space, solver, gradient):
-            last = LastEvaluation(on_vectors, evaluation, aside if may_go_aside(start) else None)
+            last = LastEvaluation(on_vectors, evaluation)
     z, solution = solve_space(on_vectors, start.detach(), space, solver, last, at_start, parts)
     if not torch.is_grad_enabled():
         return solution.z, solution
@@ -109,8 +102,7 @@ def solve_and_attach(
             if isinstance(evaluation, DirectEvaluation):
                 evaluation.at(space.leaves(solution.z, "z", cast=False))
         if isinstance(evaluation, DirectEvaluation):
-            aside_now = last is not None and last.aside is not None
-            return evaluation.attach(z, solution, lend and not aside_now), solution
+            return evaluation.attach(z, solution, lend), solution
         z = space.pack(solution.z) if z is None else z
         evaluation.at(z)
         attached = evaluation.attach(z, solution)

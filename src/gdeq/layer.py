@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from gdeq import narrowing, product
-from gdeq.aside import Aside
 from gdeq.fixed_point import check_pair, solve_and_attach
 from gdeq.gradients import DEFAULT, Gradient
 from gdeq.hooks import unwatched
 from gdeq.kernels import choice
 from gdeq.options import describe
 from gdeq.recording import recording
-from gdeq.regularize import held_values, hold
+from gdeq.regularize import hold
 from gdeq.solution import Solution
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
@@ -86,12 +85,8 @@ class DEQ(nn.Module):
         the fixed point, for fewer steps (`gdeq.fit_start` fits one).  No gradient flows through it:
         the fixed point does not depend on where its solve began.
 
-    ``undisturbed``, False unless set, says that the cell reads its parameters, its inputs and what
-    `hold` holds, nothing else, and that nobody changes these, or the z that is returned, in place
-    between a call and its backward pass.  That z is then not copied.  In a step that `gdeq.capture`
-    records, with ``tol=0``, the last evaluation may then run beside what follows the layer (if
-    `gdeq.nodes.beside_the_head` is set).  A sample for which f is not finite there, and there
-    alone, is then returned as that iterate; in ``solution`` it is the one before.
+    ``lends``, False unless set, says that nobody changes the z that is returned in place before the
+    backward pass: it is then not copied, and lies where ``solution`` and the graph of f read it.
 
     ``z0`` is taken from the call; else from ``start``; else from ``cell.initial_state(x, ...)``
     where the cell has such a method (which also says what form ``start`` must return); else it is
@@ -109,8 +104,7 @@ class DEQ(nn.Module):
     _warned = False  # of unsteady parts: once a layer
     _told_idle = False  # that no sample can leave: once a layer
     _first_known = False  # at_initial_state has been compared with a call
-    undisturbed = False
-    _aside: Aside | None = None  # the end of the last call's solve, where that runs beside others
+    lends = False
 
     def __init__(
         self,
@@ -137,7 +131,7 @@ class DEQ(nn.Module):
         self._check_start()
         self.solver = solver
         self.gradient = gradient
-        self.solution = None
+        self.solution: Solution | None = None
         self._narrowed_well: set[Any] = set()
 
     @uncompiled
@@ -153,8 +147,7 @@ class DEQ(nn.Module):
                 note = "" if hasattr(self.cell, "initial_state") else FROM_ZEROS
         if self.solver is not None and not self._warned:  # unrolled, a mask a layer is no harm
             self._warn_of_unsteady_parts()
-        aside = Aside(lambda: (inputs, options, held_values(self.cell)))
-        with hold(self.cell), aside:
+        with hold(self.cell):
             try:
                 z, solution = solve_and_attach(
                     self._map(inputs, options),
@@ -162,8 +155,7 @@ class DEQ(nn.Module):
                     self.solver,
                     self.gradient,
                     first,
-                    aside if self.undisturbed else None,
-                    lend=self.undisturbed,
+                    self.lends,
                 )
             except Exception as problem:
                 if note:
@@ -176,27 +168,11 @@ class DEQ(nn.Module):
                     )
                 raise
         if solution.z is z:  # it must stay what it is when the caller works on the output in place
-            aside.join()
             solution = replace(solution, z=copied(z))
         self.solution = solution
-        self._aside = aside if aside.begun else None
         if self.narrow and not self.training and not self._told_idle:
             self._warn_of_idle_narrowing(solution.residual)
         return z
-
-    @property
-    def solution(self) -> Solution | None:
-        if self._aside is not None:
-            self._aside.join()
-        found: Solution | None = self.__dict__.get("solution")
-        return found
-
-    @solution.setter
-    def solution(self, solution: Solution | None) -> None:
-        if self._aside is not None:  # of a call before, whose memory it keeps
-            self._aside.join()
-            self._aside = None
-        self.__dict__["solution"] = solution
 
     def train(self, mode: bool = True) -> DEQ:
         if mode:  # the cell may become another function
@@ -351,7 +327,7 @@ class DEQ(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # The record is of one call; copies and pickles of the layer start without it.
-        return {**super().__getstate__(), "solution": None, "_aside": None, "_narrowed_well": set()}
+        return {**super().__getstate__(), "solution": None, "_narrowed_well": set()}
 
 
 def _at_initial_state(cell: Any) -> Callable[..., State] | None:

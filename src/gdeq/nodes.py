@@ -19,7 +19,6 @@ a node of that kind.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,18 +27,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.aside import Aside
 from gdeq.gradients import Gradient, Implicit, relative, relative_norm
-from gdeq.kernels import choice
 from gdeq.operators import residual_norm, safe_norms
-from gdeq.recording import current, recording
+from gdeq.recording import recording
 from gdeq.solution import BackwardRecord, Cotangent, Solution
 from gdeq.solvers.base import Solver
 from gdeq.state import State, StateSpace, Vectorized, VectorMap, full_precision
-
-# The end of a recorded solve, where the layer allows it (`gdeq.aside`).  Off: what it wins is
-# within the noise (docs/performance.md).
-beside_the_head = False
 
 
 @dataclass
@@ -55,7 +48,6 @@ class _Link:
     unit: Tensor | None = None  # (batch,) of v, w and ‖v‖, where they are not as they came
     noise: Tensor | None = None  # (batch,) the residual norm that its w leaves behind
     twice: bool = False  # a backward pass was itself differentiated
-    aside: Aside | None = None  # where f was evaluated, and its backward pass runs
 
     @property
     def awaits_product(self) -> bool:
@@ -67,8 +59,6 @@ class _Link:
         assert self.w is not None
         assert self.size is not None
         _record(self.solution, relative(residual_norm(self.v, self.w, product), self.size))
-        if self.aside is not None:
-            self.aside.main_follows()  # v and w are of main, and free after this
         self.forget()
 
     def forget(self) -> None:
@@ -123,8 +113,6 @@ class _Direct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
         link: _Link = ctx.link
-        if link.aside is not None:
-            link.aside.join()
         if torch.is_grad_enabled():  # the caller asked for create_graph=True
             _check_second_order(link.gradient)
         count, tensors = len(incoming), ctx.saved_tensors
@@ -204,9 +192,6 @@ class _Product:
             retain_graph=True,
             allow_unused=True,
         )
-        link: _Link = self.ctx.link
-        if link.aside is not None:
-            link.aside.follow()  # as autograd should have seen to
         pairs = zip(found, self.z_in, strict=True)  # f may ignore z
         return [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]
 
@@ -415,7 +400,6 @@ class DirectEvaluation:
         self.f, self.link = f, _Link(gradient)
         self.z_in: list[Tensor] = []
         self.out: list[Tensor] = []
-        self.copies: list[Tensor] = []  # of z, if made before f was evaluated
 
     def at(self, z: Sequence[Tensor]) -> list[Tensor]:
         with torch.enable_grad():
@@ -436,12 +420,10 @@ class DirectEvaluation:
         space, link = self.f.space, self.link
         link.solution = _held(link.gradient, solution)
         leaves = space.leaves(solution.z, "z", cast=False)
-        given = [leaf.detach() for leaf in leaves] if lend else self.copies or space.copies(leaves)
+        given = [leaf.detach() for leaf in leaves] if lend else space.copies(leaves)
         with torch.enable_grad():
             inside = None if z is None else self.f.inside(z)
-            # Where its forward runs, its backward does.
-            with contextlib.nullcontext() if link.aside is None else link.aside.on_main():
-                made = _Direct.apply(link, space, given, inside, *self.out, *self.z_in)
+            made = _Direct.apply(link, space, given, inside, *self.out, *self.z_in)
         return space.state(made)
 
 
@@ -453,43 +435,23 @@ def _held(gradient: Gradient, solution: Solution) -> Solution:
 class LastEvaluation(VectorMap):
     """f at the last iterate of a solve: for the solve its values, and kept with its graph."""
 
-    def __init__(
-        self, f: VectorMap, evaluation: DirectEvaluation, aside: Aside | None = None
-    ) -> None:
+    def __init__(self, f: VectorMap, evaluation: DirectEvaluation) -> None:
         vars(self).update(vars(f))
         self.evaluation = evaluation
-        self.aside = evaluation.link.aside = aside
         self.wants_inverse = evaluation.link.gradient.uses_inverse
         self.made = False
-
-    def begin(self, sweep: Any) -> None:
-        """The last iterate is there: what follows to the end of the solve may run aside."""
-        if self.aside is None:
-            return
-        # Before samples whose f is not finite even here are taken back.
-        self.evaluation.copies = self.space.copies(self.space.in_parts(sweep.parts))
-        # Not the sweep alone: some of its tensors it will replace.
-        self.aside.begin(self.space.device, [sweep, *vars(sweep).values()])
 
     def leaves(self, z: Sequence[Tensor]) -> list[Tensor]:
         self.made = True
         # Autocast keeps the half-precision copies of weights that it made without autograd in the
         # solve; used again, they would cut the weights off from their gradients.
         torch.clear_autocast_cache()
-        found = [leaf.detach() for leaf in self.evaluation.at(z)]
-        if self.aside is not None:  # those made aside are not for main, which would not wait
-            torch.clear_autocast_cache()
-        return found
+        return [leaf.detach() for leaf in self.evaluation.at(z)]
 
 
 def differentiates_in_the_solve(space: StateSpace, solver: Solver, gradient: Gradient) -> bool:
     """Whether `LastEvaluation` may be used."""
     return solver.tol == 0 and not needs_second_order(gradient) and recording(space.device)
-
-
-def may_go_aside(z: Tensor) -> bool:  # (batch, d)
-    """Whether the end of a solve from z may run on a second stream, by what is recorded and how."""
-    return beside_the_head and choice.chosen(z) == "triton" and current() is not None
 
 
 def needs_second_order(gradient: Gradient) -> bool:

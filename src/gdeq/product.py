@@ -310,7 +310,6 @@ def iterate(
         if last is None or step < max_steps or watch:
             return samples.evaluate()
         sweep.go_back()
-        last.begin(sweep)  # what follows, to the end of the solve, may run aside
         return last.on_parts(sweep.parts)
 
     def begin() -> Tensor:

@@ -19,15 +19,12 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gdeq import streams
-
-if TYPE_CHECKING:
-    from gdeq.aside import Aside
 
 # Not context variables: the backward pass runs in a thread of its own.
 _rehearsing = [False]
@@ -122,7 +119,6 @@ class Recording:
         self.thread = threading.get_ident()
         self.parts: list[torch.cuda.CUDAGraph | Repeated] = []
         self.open: torch.cuda.CUDAGraph | None = None
-        self.asides: list[Aside] = []  # begun since it was opened
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
@@ -148,12 +144,7 @@ class Recording:
     def _end(self) -> torch.cuda.CUDAGraph:
         assert self.open is not None
         graph, self.open = self.open, None
-        asides, self.asides = self.asides, []
-        try:
-            for aside in asides:
-                aside.end()
-        finally:
-            graph.capture_end()
+        graph.capture_end()
         return graph
 
     def repeat(

@@ -66,13 +66,6 @@ def hold(cell: object) -> Iterator[None]:
                 module._value = None
 
 
-def held_values(cell: object) -> list[Any]:
-    """What `hold` keeps in ``cell`` now."""
-    owner = getattr(cell, "__self__", cell)
-    modules = owner.modules() if isinstance(owner, nn.Module) else ()
-    return [m._value for m in modules if isinstance(m, Held)]
-
-
 class VariationalDropout(Held):
     """Dropout with one mask for the whole solve: f must be one function while z is sought.
 

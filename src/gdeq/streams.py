@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 
 POOL = 32
-# Of all streams but those of `for_all`, whose work nobody waits for: -1 goes before that.  Not yet
-# measured.
-PRIORITY = 0
 _families: dict[tuple[torch.device, int], set[int]] = {}
 _of_all: dict[torch.device, set[int]] = {}
 
@@ -34,39 +31,23 @@ def beside(main: torch.cuda.Stream, device: torch.device) -> torch.cuda.Stream:
     return side
 
 
-def head_of_branches(main: torch.cuda.Stream, device: torch.device) -> torch.cuda.Stream:
-    """`beside`, for a branch that has branches: none of them is one of main's.
-
-    Nor is it the main stream of others, whose branches it would be given.
-    """
-    family = _families.setdefault((device, main.cuda_stream), {main.cuda_stream})
-    mains = {stream for of, stream in _families if of == device}
-    side = _apart(device, family | mains | _of_all.setdefault(device, set()))
-    family.add(side.cuda_stream)
-    _families[device, side.cuda_stream] = _families[device, main.cuda_stream]
-    return side
-
-
 def for_all(device: torch.device, count: int) -> list[torch.cuda.Stream]:
     """For work that every computation hands over."""
     taken = _of_all.setdefault(device, set())
     families = set().union(*(family for (of, _), family in _families.items() if of == device))
     found = []
     for _ in range(count):
-        found.append(_apart(device, taken | families, 0))
+        found.append(_apart(device, taken | families))
         taken.add(found[-1].cuda_stream)
     return found
 
 
-def _apart(
-    device: torch.device, others: set[int], priority: int | None = None
-) -> torch.cuda.Stream:
-    priority = PRIORITY if priority is None else priority
-    stream = torch.cuda.Stream(device, priority)
+def _apart(device: torch.device, others: set[int]) -> torch.cuda.Stream:
+    stream = torch.cuda.Stream(device)
     for _ in range(POOL):
         if stream.cuda_stream not in others:
             break
-        stream = torch.cuda.Stream(device, priority)
+        stream = torch.cuda.Stream(device)
     return stream  # of too many, one twice
 
 

@@ -170,7 +170,7 @@ class MDEQ(nn.Module):
         self.config = config
         self.stem = Stem(config)
         self.deq = DEQ(MDEQCell(config), solver, gradient)
-        self.deq.undisturbed = True  # the injection is nobody else's
+        self.deq.lends = True  # the head changes nothing in place
         self.deq._first_known = True  # by the tests
         self.head = Head(config)
 

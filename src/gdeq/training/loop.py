@@ -362,9 +362,6 @@ class Trainer:
             for name, (weight, every) in wanted.items()
             if solved and weight > 0 and step % every == 0
         )
-        # A penalty has an evaluation of its own.  Were that of the solve on another stream, PyTorch
-        # would warn of parameters that get gradients from two.
-        self.model.deq.undisturbed = not self.penalised
         # (Of DistributedDataParallel all gradients are asked for, in the way it knows.)
         alone = self.wrapped is self.model
         # Not always at the steps that have a penalty: one step later each time.
