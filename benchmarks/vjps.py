@@ -32,7 +32,7 @@ MOST = 6  # VJPs
 
 
 def refined(v: Tensor, vjp: Map, times: int, inverse: Map) -> tuple[list[Tensor], list[Tensor]]:
-    """`GDEQ._refine` without any rule: w before and after each VJP, and the residuals of these."""
+    """`gradients._refine` without any rule: w before and after each VJP, and their residuals."""
     w = step = inverse(v)
     found, residuals, factors = [w], [], []
     for _ in range(times):
@@ -50,7 +50,7 @@ def refined(v: Tensor, vjp: Map, times: int, inverse: Map) -> tuple[list[Tensor]
 
 
 def by_rule(v: Tensor, ws: list[Tensor], residuals: list[Tensor], growth: float) -> Tensor:
-    """As `GDEQ._refine` takes w back: where its residual has doubled and it is this much longer.
+    """As `gradients._refine` takes w back: its residual has doubled and it is this much longer.
 
     growth: 0 is the rule until commit 63c1e8e, by the residual alone; infinite: never.
     """

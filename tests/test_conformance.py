@@ -158,6 +158,10 @@ def refined(case: Case, refine: int) -> Tensor:
     return case.each(partial(refined_cotangent, refine=refine))
 
 
+def refined_from_v(case: Case) -> Tensor:
+    return case.each(lambda A, P, v: refined_cotangent(A, torch.eye(len(P)).to(P), v, 3))
+
+
 def adaptive(case: Case, tolerance: float) -> Tensor:
     return case.each(lambda A, P, v: adaptive_cotangent(A, P, v, tolerance, 30)[0])
 
@@ -175,6 +179,7 @@ GRADIENTS = {
         Implicit(GMRES(50, 1e-12), precondition=True), exact, reuses=True
     ),
     "jfb": GradientRow(JFB(), lambda case: case.v, accuracy=1e-12),
+    "jfb-refine-3": GradientRow(JFB(refine=3), refined_from_v),
     "npg-default": GradientRow(NPG(), lambda case: phantom(case, 5, 0.5), accuracy=1e-12),
     "npg-1": GradientRow(NPG(1, 0.3), lambda case: 0.3 * case.v, accuracy=1e-12),
     "npg-3": GradientRow(NPG(3, 0.8), lambda case: phantom(case, 3, 0.8), accuracy=1e-12),
@@ -477,6 +482,8 @@ WRONG = [
     Refused(Picard, {"damping": "1"}, TypeError, r"Picard\.damping"),
     Refused(Picard, {"damping": 0}, ValueError, r"Picard\.damping"),
     Refused(Picard, {"damping": 2}, ValueError, r"Picard\.damping"),
+    Refused(JFB, {"refine": 1.0}, TypeError, r"JFB\.refine"),
+    Refused(JFB, {"refine": -1}, ValueError, r"JFB\.refine"),
     Refused(NPG, {"steps": 5.0}, TypeError, r"NPG\.steps"),
     Refused(NPG, {"steps": 0}, ValueError, r"NPG\.steps"),
     Refused(NPG, {"damping": None}, TypeError, r"NPG\.damping"),

@@ -11,7 +11,19 @@ from torch import Tensor
 from torch.func import functional_call
 
 import gdeq
-from gdeq import GDEQ, GMRES, JFB, NPG, Anderson, Broyden, Implicit, Measured, Picard, Unrolled
+from gdeq import (
+    GDEQ,
+    GMRES,
+    JFB,
+    NPG,
+    Anderson,
+    Broyden,
+    Implicit,
+    Measured,
+    Picard,
+    Unrolled,
+    gradients,
+)
 from gdeq.operators import LowRankInverse
 from problems import (
     Dense,
@@ -159,7 +171,8 @@ def test_an_inverse_that_is_far_off_does_not_carry_w_away(refine):
     inverse = LowRankInverse(-3000 * a[:, None], b[:, None])
     exact = torch.linalg.solve(systems, v)
     reused = inverse.negative_matvec(v)
-    w, _ = GDEQ(refine=refine)._refine(reused, v, lambda w: w - times(systems, w), inverse, 1e-16)
+    how = gradients.refinement(refine, 1e-16)
+    w, _ = gradients._refine(reused, v, lambda w: w - times(systems, w), inverse, how)
 
     def error(w):
         return ((w - exact).norm(dim=1) / exact.norm(dim=1)).median().item()

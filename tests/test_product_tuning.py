@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import gdeq
+from gdeq import gradients
 from gdeq.kernels import choice
 from gdeq.operators import Refinement
 from gdeq.product import PlainSweep
@@ -79,10 +80,11 @@ def test_more_chunks_than_are_summed_at_once(monkeypatch):
             solution = gdeq.solve(f, z0, gdeq.Broyden(3, 0.0))
             inverse = solution.inverse.vectors
             reused = inverse.T.negative_matvec(x)
-            w = inverse.T.refined(reused, x, vjp, Refinement(2, 1e-16, 3.0, 2.0, 3.0))
+            how = Refinement(2, 1e-16, 3.0, 2.0, 3.0)
+            w = inverse.T.refined(reused, x, vjp, how)
             assert (w is None) == (form == "plain")
             if w is None:
-                w = gdeq.GDEQ(refine=2)._refine(reused, x, vjp, inverse.T, 1e-16)
+                w = gradients._refine(reused, x, vjp, inverse.T, how)
             found[form] = solution.z, solution.trace, inverse.matvec(x), reused, w
     for a, b in zip(found["triton"], found["plain"], strict=True):
         assert_near(a, b, 1e-9)

@@ -58,12 +58,28 @@ class Gradient:
 
 @options
 class JFB(Gradient):
-    """Jacobian-free backpropagation (Fung et al. 2021): w = v, as if J were zero."""
+    """Jacobian-free backpropagation (Fung et al. 2021): w = v, as if J were zero.
 
-    uses_vjp: ClassVar[bool] = False
-    second_order: ClassVar[bool] = True  # that of f, with z* held constant
+    refine: go on from there with so many VJPs, as `GDEQ` does after a solver that leaves no
+        inverse, whatever the solver.
+    """
+
+    refine: int = 0
+
+    def __post_init__(self) -> None:
+        check_integer(self, "refine", 0)
+
+    @property
+    def uses_vjp(self) -> bool:  # type: ignore[override]
+        return self.refine > 0
+
+    @property
+    def second_order(self) -> bool:  # type: ignore[override]
+        return not self.refine  # that of f, with z* held constant
 
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
+        if self.refine:
+            return _refined(v, v, vjp, no_inverse(v).T, refinement(self.refine, solution.precision))
         return Cotangent(v, 0)
 
 
@@ -205,57 +221,10 @@ class GDEQ(Gradient):
             inverse = forward_inverse(solution)
             w = inverse.T.negative_matvec(v)
         if self.refine:
-            how = Refinement(self.refine, solution.precision, AMPLIFICATION, SETBACK, GROWTH)
-            refined = inverse.T.refined(w, v, vjp, how)  # on a GPU
-            if refined is None:
-                refined = self._refine(w, v, vjp, inverse.T, solution.precision)
-            return Cotangent(refined[0], self.refine, error=refined[1])
+            return _refined(w, v, vjp, inverse.T, refinement(self.refine, solution.precision))
         if self.tolerance is not None:
             return self._refine_where_needed(w, v, vjp, solution, inverse)
         return Cotangent(w, 0)
-
-    def _refine(
-        self, w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, precision: float
-    ) -> tuple[Tensor, Tensor]:  # (batch, d), (batch,)
-        """Broyden's method from 0, where the residual is v and the first step is ``w``.
-
-        The updates are kept as factors I + s_{t+1}s_tᵀ/‖s_t‖² of the inverse (`gdeq.product`).
-        """
-        eps = torch.finfo(v.dtype).eps
-        step, r, kept = w, v, w
-        factors: list[tuple[Tensor, Tensor, Tensor]] = []
-        for count in range(1, self.refine + 1):
-            before, r = r, v + vjp(w) - w
-            size = norm(r)  # (batch,)
-            if count == 1:
-                good, least = torch.isfinite(size), size
-            else:
-                good = good & torch.isfinite(size)
-                better = good & (size < least)
-                kept, least = select(better, w, kept), torch.where(better, size, least)
-            q = inverse.negative_matvec(r)
-            for s, share, after in factors:
-                q = q + after * (share * dot(s, q))
-            squared = dot(step, step)  # (batch, 1)
-            denominator = squared - dot(step, q)
-            # As in `Broyden.learn`: no update that would divide by rounding errors.
-            limit = 1e3 * eps * squared.sqrt() * norm(step - q).unsqueeze(1)
-            sound = denominator.abs() > limit
-            sound &= change_seen(before, r, w, precision).unsqueeze(1)
-            after = q * torch.where(sound, squared / denominator, 1.0)
-            factors.append((step, torch.where(sound, 1 / squared, 0.0), after))
-            if count == self.refine:  # nothing measures where this one leads: be careful
-                bound = AMPLIFICATION * size * (norm(w) / norm(v))
-                share = torch.clamp(bound / norm(after), max=1.0).nan_to_num(1.0)  # 0/0: no step
-                share = share.unsqueeze(1)
-                after = torch.where(share > 0, share * after, 0.0)  # it may not be finite
-                length, moved = norm(w + after), norm(after)
-                good = good & ((size <= SETBACK * least) | (length <= GROWTH * norm(kept)))
-            w, step = select(good, w + after, kept), after
-        # No step, but a residual: nothing is known.
-        known = good & (moved > 0) & (length > 0) & torch.isfinite(length)
-        error = torch.where(known, moved / length, torch.where(size == 0, 0.0, torch.inf))
-        return w, error
 
     def _refine_where_needed(
         self, w: Tensor, v: Tensor, vjp: Vectorized, solution: Solution, inverse: Inverse
@@ -281,6 +250,61 @@ class GDEQ(Gradient):
             w = select(fell_back, v, w)
             residual = torch.where(fell_back, jfb_residual, residual)
         return Cotangent(w, vjps, residual, self.tolerance, fell_back)
+
+
+def refinement(times: int, precision: float) -> Refinement:
+    return Refinement(times, precision, AMPLIFICATION, SETBACK, GROWTH)
+
+
+def _refined(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinement) -> Cotangent:
+    found = inverse.refined(w, v, vjp, how)  # on a GPU
+    if found is None:
+        found = _refine(w, v, vjp, inverse, how)
+    return Cotangent(found[0], how.times, error=found[1])
+
+
+def _refine(
+    w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinement
+) -> tuple[Tensor, Tensor]:  # (batch, d), (batch,)
+    """Broyden's method from 0, where the residual is v and the first step is ``w``.
+
+    The updates are kept as factors I + s_{t+1}s_tᵀ/‖s_t‖² of the inverse (`gdeq.product`).
+    """
+    eps = torch.finfo(v.dtype).eps
+    step, r, kept = w, v, w
+    factors: list[tuple[Tensor, Tensor, Tensor]] = []
+    for count in range(1, how.times + 1):
+        before, r = r, v + vjp(w) - w
+        size = norm(r)  # (batch,)
+        if count == 1:
+            good, least = torch.isfinite(size), size
+        else:
+            good = good & torch.isfinite(size)
+            better = good & (size < least)
+            kept, least = select(better, w, kept), torch.where(better, size, least)
+        q = inverse.negative_matvec(r)
+        for s, share, after in factors:
+            q = q + after * (share * dot(s, q))
+        squared = dot(step, step)  # (batch, 1)
+        denominator = squared - dot(step, q)
+        # As in `Broyden.learn`: no update that would divide by rounding errors.
+        limit = 1e3 * eps * squared.sqrt() * norm(step - q).unsqueeze(1)
+        sound = denominator.abs() > limit
+        sound &= change_seen(before, r, w, how.precision).unsqueeze(1)
+        after = q * torch.where(sound, squared / denominator, 1.0)
+        factors.append((step, torch.where(sound, 1 / squared, 0.0), after))
+        if count == how.times:  # nothing measures where this one leads: be careful
+            bound = how.amplification * size * (norm(w) / norm(v))
+            share = torch.clamp(bound / norm(after), max=1.0).nan_to_num(1.0)  # 0/0: no step
+            share = share.unsqueeze(1)
+            after = torch.where(share > 0, share * after, 0.0)  # it may not be finite
+            length, moved = norm(w + after), norm(after)
+            good = good & ((size <= how.setback * least) | (length <= how.growth * norm(kept)))
+        w, step = select(good, w + after, kept), after
+    # No step, but a residual: nothing is known.
+    known = good & (moved > 0) & (length > 0) & torch.isfinite(length)
+    error = torch.where(known, moved / length, torch.where(size == 0, 0.0, torch.inf))
+    return w, error
 
 
 # For whoever does not choose.  Not the paper's plain reuse: on MDEQ and CIFAR-10 that is no better

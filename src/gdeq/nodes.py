@@ -12,7 +12,8 @@ is the residual of the adjoint equation, so the error of the gradient is measure
 that needs no product with J (JFB, plain GDEQ) needs no input node.
 
 Both nodes are in the user's terms (`DirectEvaluation`): only what a gradient method works on, v, w
-and the products, are batched vectors.  For second derivatives (`Implicit`) r itself is needed:
+and the products, are batched vectors (and not even these where `JFB` is refined in half precision
+on a GPU, `gdeq.kernels.refinement_parts`).  For second derivatives (`Implicit`) r itself is needed:
 there the nodes are between batched vectors (`TwiceEvaluation`), and the output node sends v − w to
 a node of that kind.
 """
@@ -27,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.gradients import Gradient, Implicit, relative, relative_norm
+from gdeq.gradients import JFB, Gradient, Implicit, refinement, relative, relative_norm
+from gdeq.kernels import choice
 from gdeq.operators import residual_norm, safe_norms
 from gdeq.recording import recording
 from gdeq.solution import BackwardRecord, Cotangent, Solution
@@ -46,23 +48,36 @@ class _Link:
     w: Tensor | None = None  # (batch, d)
     size: Tensor | None = None  # (batch,) ‖v‖
     unit: Tensor | None = None  # (batch,) of v, w and ‖v‖, where they are not as they came
+    tensors: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None  # of v and w, not in units
     noise: Tensor | None = None  # (batch,) the residual norm that its w leaves behind
     twice: bool = False  # a backward pass was itself differentiated
 
     @property
     def awaits_product(self) -> bool:
-        return self.v is not None and self.w is not None and self.size is not None
+        joined = self.v is not None and self.w is not None
+        return (joined or self.tensors is not None) and self.size is not None
 
     def measure(self, product: Tensor) -> None:  # (batch, d)
         """Record the residual that Jᵀw says w has, once."""
         assert self.v is not None
         assert self.w is not None
+        self._measured(residual_norm(self.v, self.w, product))
+
+    def measure_tensors(self, product: Sequence[Tensor], space: StateSpace) -> None:
+        """The same where v and w are tensors."""
+        from gdeq.kernels import refinement_parts as fused  # noqa: PLC0415 (needs Triton)
+
+        assert self.tensors is not None
+        assert self.unit is not None
+        self._measured(fused.residual_norms(*self.tensors, product, space, 1 / self.unit))
+
+    def _measured(self, residual: Tensor) -> None:  # (batch,)
         assert self.size is not None
-        _record(self.solution, relative(residual_norm(self.v, self.w, product), self.size))
+        _record(self.solution, relative(residual, self.size))
         self.forget()
 
     def forget(self) -> None:
-        self.v = self.w = self.size = self.unit = None
+        self.v = self.w = self.size = self.unit = self.tensors = None
 
 
 class _Given(torch.autograd.Function):
@@ -83,7 +98,10 @@ class _Given(torch.autograd.Function):
         if link.awaits_product:
             with full_precision(products[0].device):
                 assert link.unit is not None
-                link.measure(ctx.space.join_scaled(products, 1 / link.unit))
+                if link.tensors is None:
+                    link.measure(ctx.space.join_scaled(products, 1 / link.unit))
+                else:
+                    link.measure_tensors(products, ctx.space)
         return None, None, None, *(None for _ in products)
 
 
@@ -123,11 +141,15 @@ class _Direct(torch.autograd.Function):
                 given = _to_tensors(ctx, found.w)
             else:
                 with torch.no_grad():
-                    size, unit, v = _in_units(ctx.space, incoming)
                     product = _Product(ctx, tensors[:count], tensors[count:])
-                    found = link.gradient.cotangent(v, product, link.solution)
-                    given = _to_tensors(ctx, found.w, unit)
-                link.v, link.w, link.size, link.unit = v, found.w, size / unit, unit
+                    refined = _refined_in_parts(ctx, incoming, product)
+                    if refined is not None:
+                        found, given = refined
+                    else:
+                        size, unit, v = _in_units(ctx.space, incoming)
+                        found = link.gradient.cotangent(v, product, link.solution)
+                        given = _to_tensors(ctx, found.w, unit)
+                        link.v, link.w, link.size, link.unit = v, found.w, size / unit, unit
                 # A pass that was asked for some gradients alone may never come to the input node.
                 _at_the_end_of_this_pass(link.forget)
             link.solution.record.write(link.gradient, found)
@@ -141,6 +163,29 @@ def _dtype_of_v(ctx: Any, v: Sequence[Tensor]) -> torch.dtype | None:
     alike = all(leaf.dtype == dtype for leaf in v) and all(given == dtype for given in ctx.dtypes)
     widens = inverse is not None and inverse.vectors.widens(v[0])
     return dtype if alike and link.gradient.takes_half and widens else None
+
+
+def _refined_in_parts(
+    ctx: Any, v: Sequence[Tensor], product: _Product
+) -> tuple[Cotangent, list[Tensor]] | None:
+    """What `JFB` refines by kernels that leave v and w in their tensors; None where it does not."""
+    link, space, gradient = ctx.link, ctx.space, ctx.link.gradient
+    if type(gradient) is not JFB or ctx.inside is not None or choice.chosen(v[0]) != "triton":
+        return None  # who derives from it may do more
+    from gdeq.kernels import refinement_parts as fused  # noqa: PLC0415 (needs Triton)
+
+    dtypes = [leaf.dtype for leaf in (*v, *product.out, *product.z_in)]
+    if not fused.takes(space, dtypes, gradient.refine):
+        return None
+    size = space.norms(v)
+    if size is None:
+        (size,) = safe_norms(space.join(v))
+    unit = _unit_of(size)
+    how = refinement(gradient.refine, link.solution.precision)
+    w, error = fused.refined(v, product.of_tensors, space, unit, how)
+    given = space.in_parts(w)
+    link.tensors, link.size, link.unit = (v, given), size / unit, unit
+    return Cotangent(w, gradient.refine, error=error), given
 
 
 def _in_units(space: StateSpace, v: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,19 +217,19 @@ class _Product:
         self.ctx, self.out, self.z_in = ctx, out, z_in
 
     def __call__(self, u: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
-        product: Tensor = self.ctx.space.join(self._parts(u))
+        product: Tensor = self.ctx.space.join(self.of_tensors(_to_tensors(self.ctx, u)))
         return product
 
     def narrow(self, u: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
         """The same in the dtype of f, where that is one: it is no better known."""
-        parts = self._parts(u)
+        parts = self.of_tensors(_to_tensors(self.ctx, u))
         alike = all(part.dtype == parts[0].dtype for part in parts)
         product: Tensor = self.ctx.space.join(parts, parts[0].dtype if alike else None)
         return product
 
-    def _parts(self, u: Tensor) -> list[Tensor]:
-        given = zip(self.out, _to_tensors(self.ctx, u), strict=True)
-        roots = [(leaf, part) for leaf, part in given if leaf.requires_grad]
+    def of_tensors(self, u: Sequence[Tensor]) -> list[Tensor]:
+        """The same from tensors like those of f(z) to tensors like those of z."""
+        roots = [(leaf, part) for leaf, part in zip(self.out, u, strict=True) if leaf.requires_grad]
         found = torch.autograd.grad(
             [leaf for leaf, _ in roots],
             self.z_in,

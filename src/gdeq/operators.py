@@ -19,7 +19,7 @@ from gdeq.state import State, StateSpace, Vectorized, full_precision
 
 @dataclass(frozen=True)
 class Refinement:
-    """The numbers in `gdeq.GDEQ._refine`."""
+    """The numbers in `gdeq.gradients._refine`."""
 
     times: int  # products with Jᵀ
     precision: float  # of f
@@ -64,7 +64,7 @@ class Inverse:
 
         With it, (batch,), how far the last step went.
 
-        Then `GDEQ._refine` does the same in more passes over memory.
+        Then `gdeq.gradients._refine` does the same in more passes over memory.
         """
         return None
 

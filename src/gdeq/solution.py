@@ -72,9 +72,9 @@ class BackwardRecord:
     """What the last backward pass through this solution did.
 
     ``residual`` is ‖(I − Jᵀ)w − v‖/‖v‖ per sample, None where it was not measured.  ``error``, of
-    `GDEQ` with ``refine``, is how far the last VJP moved w, ‖Δw‖/‖w‖: an estimate of the relative
-    error of w that costs nothing; infinite where w ran away and an earlier one is used.  Of a
-    recorded step (`gdeq.capture`) both hold what the last replay left.
+    `GDEQ` and `JFB` with ``refine``, is how far the last VJP moved w, ‖Δw‖/‖w‖: an estimate of the
+    relative error of w that costs nothing; infinite where w ran away and an earlier one is used.
+    Of a recorded step (`gdeq.capture`) both hold what the last replay left.
     """
 
     gradient: str = ""

@@ -191,6 +191,7 @@ def test_settings_that_a_method_does_not_read_make_no_new_row(tmp_path):
             "≤ 10",
         ),
         ({"name": "jfb"}, "JFB", "0"),
+        ({"name": "jfb", "refine": 1}, "JFB refine 1", "1"),
         ({"name": "npg"}, "NPG", "4"),
         ({"name": "npg", "steps": 3}, "NPG (3 steps, damping 0.5)", "2"),
         ({"name": "gdeq"}, "GDEQ", "0"),

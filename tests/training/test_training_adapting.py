@@ -12,7 +12,7 @@ import training_runs
 from rich.console import Console
 from training_runs import PER_EPOCH, RICH, TINY, assert_same_run, checkpoints
 
-from gdeq.gradients import GDEQ, Measured, Unrolled
+from gdeq.gradients import GDEQ, JFB, Measured, Unrolled
 from gdeq.paper import plan
 from gdeq.solvers import Broyden
 from gdeq.training import adapting, loop, process, progress, recordings, runs
@@ -309,7 +309,7 @@ def test_another_ladder_after_a_resume():
         (["adapt.backward_at_first=1.2"], "and at most 1"),
         (["adapt.penalty_most=0.01"], "adapt.penalty_most must be at least 1"),
         (["adapt.enabled=1"], "adapt.enabled must be bool"),
-        ([*ADAPT, "gradient=jfb"], "for another gradient, or with gradient.tolerance, set adapt."),
+        ([*ADAPT, "gradient=npg"], "for another gradient, or with gradient.tolerance, set adapt."),
         ([*ADAPT, "gradient.tolerance=0.1"], "with gradient.tolerance, set adapt.enabled=false"),
         ([*ADAPT, "solver.tol=0.02"], "stops each solve before adapt.room * adapt.forward = 0.003"),
         ([*ADAPT, "measure_every=2"], "lower measure_every to 1 or less"),
@@ -387,6 +387,34 @@ def test_steps_follow_the_choice(trainer, monkeypatch):
         (Broyden(n, tol=0.0), GDEQ(refine=k) if k else Measured(GDEQ()), n) for n, k in expected
     ]
     assert penalties == [("residual", 2), ("residual", 3)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "plain", "refined"),
+    [
+        ([], GDEQ(), GDEQ(refine=2)),
+        (["solver=anderson", "gradient.refine=1"], JFB(), GDEQ(refine=2)),
+        (["gradient=jfb"], JFB(), JFB(refine=2)),
+        (["gradient=jfb", "solver=anderson"], JFB(), JFB(refine=2)),
+    ],
+)
+def test_the_gradient_of_a_choice(settings, plain, refined):
+    config = configs.load("digits", [*ADAPT, *settings])
+    assert adapting.Choice(4, 0, 0.0).gradient(config) == Measured(plain)
+    assert adapting.Choice(4, 2, 0.0).gradient(config) == refined
+
+
+def test_jfb_is_adapted_too(tmp_path, few_images):
+    run = tmp_path / "run"
+    runs.train(run, configs.load("digits", [*MOVING, "gradient=jfb"]))
+    lines = training_runs.metrics(run)
+    steps = [line for line in lines if line["kind"] in ("step", "epoch")]
+    assert {line["refine"] for line in steps} == {0, 1}
+    assert {line["max_iter"] for line in steps} == {3, 4}
+    (last,) = (r for r in lines if r["kind"] == "epoch" and r["epoch"] == 4)
+    config = runs.as_trained(RunFolder.open(run))
+    assert config.gradient.build() == JFB(refine=last["refine"])
+    assert not config.adapt.enabled
 
 
 def test_the_weight_that_was_chosen_is_in_the_objective(trainer):

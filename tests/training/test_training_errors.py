@@ -105,8 +105,8 @@ def test_a_value_that_does_not_fit(gdeq, setting, message):
     [
         (
             ["gradient=implicit", "gradient.refine=2"],
-            "gradient.refine is read by gradient=gdeq alone, and this is gradient=implicit: leave "
-            "gradient.refine out, or choose gradient=gdeq",
+            "gradient.refine is read by gradient=gdeq and gradient=jfb alone, and this is "
+            "gradient=implicit: leave gradient.refine out, or choose gradient=gdeq",
         ),
         (["gradient={name: implicit, refine: 2}"], "gradient.refine is read by gradient=gdeq"),
         (["gradient.tol=1e-3"], "gradient.tol is read by gradient=implicit alone"),
@@ -132,7 +132,7 @@ def test_a_gradient_for_a_command_that_takes_them_all(gdeq):
 def test_a_resumed_run_refuses_what_it_does_not_read(gdeq, tmp_path):
     (tmp_path / "config.yaml").write_text("gradient: {name: implicit, refine: 1}\n")
     said = refused(gdeq, "train", "--resume", tmp_path, "gradient.refine=2")
-    assert "gradient.refine is read by gradient=gdeq alone" in said
+    assert "gradient.refine is read by gradient=gdeq and gradient=jfb alone" in said
 
 
 def test_not_a_setting(gdeq):

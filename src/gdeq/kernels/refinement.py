@@ -1,4 +1,4 @@
-"""`gdeq.gradients.GDEQ._refine` in two passes over memory for each product with Jᵀ.
+"""`gdeq.gradients._refine` in two passes over memory for each product with Jᵀ.
 
 Read that first; each kernel here says which of its lines it computes.  With t_0 = w and t_{k+1} the
 step that follows the k-th product, all that is done to r is to add multiples of the forward solve's
@@ -274,7 +274,7 @@ def refined(
     vjp: Vectorized,
     how: Refinement,
 ) -> tuple[Tensor, Tensor]:  # (batch, d), (batch,)
-    """`GDEQ._refine` with the inverse of these steps, transposed; w = −B⁻ᵀv."""
+    """`gdeq.gradients._refine` with the inverse of these steps, transposed; w = −B⁻ᵀv."""
     (batch, count, d), times = steps.shape, how.times
     v, w = v.contiguous(), w.contiguous()
     sizes, block = ((d,), BLOCK) if scales is None else (scales.sizes, scales.block)

@@ -159,6 +159,7 @@ def _evaluations(config: Config) -> int:
     gradient = config.gradient
     refined = max(gradient.refine, gradient.max_refine or 0)
     vjps = {"implicit": gradient.max_iter, "npg": gradient.steps, "gdeq": refined}
+    vjps["jfb"] = gradient.refine
     return config.solver.max_iter + 2 * vjps.get(gradient.name, 0)
 
 

@@ -20,7 +20,7 @@ TITLES = {
 # The settings that each of them reads, and of these the ones that its label tells.
 USED = {
     "implicit": ("solver", "max_iter", "tol"),
-    "jfb": (),
+    "jfb": ("refine",),
     "npg": ("steps", "damping"),
     "gdeq": ("refine", "tolerance", "max_refine"),
     "unrolled": ("steps", "damping"),
@@ -35,7 +35,7 @@ def label(gradient: Record) -> str:
     steps, damping = gradient.get("steps", 5), gradient.get("damping", 0.5)
     if name == "gdeq" and gradient.get("tolerance") is not None:
         return f"{title} tolerance {gradient['tolerance']}"
-    if name == "gdeq" and gradient.get("refine"):
+    if name in ("gdeq", "jfb") and gradient.get("refine"):
         return f"{title} refine {gradient['refine']}"
     if name == "implicit":
         solver, limit = gradient.get("solver", "broyden"), gradient.get("max_iter", 20)
@@ -53,15 +53,13 @@ def label_of(run: Run) -> str:
 def vjps(gradient: Record) -> str:
     """Vector-Jacobian products of one backward pass, as far as the settings tell."""
     name = str(gradient.get("name")).lower()
-    if name == "jfb":
-        return "0"
     if name == "npg":
         return str(int(number(gradient.get("steps")) or 5) - 1)
     if name == "implicit":  # one to see where it starts, one for each step
         return f"≤ {int(number(gradient.get('max_iter')) or 20) + 1}"
     if name == "gdeq" and gradient.get("tolerance") is not None:  # and one more to fall back
         return f"≤ {int(number(gradient.get('max_refine')) or 10) + 2}"
-    if name == "gdeq":
+    if name in ("gdeq", "jfb"):
         return str(int(number(gradient.get("refine")) or 0))
     return "–"
 

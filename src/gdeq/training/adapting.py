@@ -54,10 +54,11 @@ class Choice:
     def solver(self, config: Config) -> Solver:
         return replace(config.solver, max_iter=self.steps).build()
 
-    def gradient(self, solver: Solver) -> Gradient:
+    def gradient(self, config: Config) -> Gradient:
+        plain = config.gradient.name == "jfb"
         if self.refine:
-            return GDEQ(refine=self.refine)
-        return Measured(GDEQ() if solver.keeps_inverse else JFB())
+            return JFB(refine=self.refine) if plain else GDEQ(refine=self.refine)
+        return Measured(JFB() if plain or not self.solver(config).keeps_inverse else GDEQ())
 
     def figures(self) -> dict[str, Any]:
         return {

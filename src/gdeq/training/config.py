@@ -57,7 +57,7 @@ class GradientConfig:
     """How ∂ℓ/∂z becomes a gradient.  Each name reads only the settings that it needs."""
 
     name: str = "gdeq"  # gdeq, implicit, jfb, npg, unrolled
-    refine: int = 0  # gdeq: VJPs spent on every step
+    refine: int = 0  # gdeq, jfb: VJPs spent on every step
     tolerance: float | None = None  # gdeq: bound on the backward residual
     max_refine: int | None = None  # gdeq, with a tolerance: VJPs spent on refining at most
     max_iter: int = 20  # implicit: steps of the backward solve at most
@@ -75,7 +75,7 @@ class GradientConfig:
         if self.name == "gdeq":
             return GDEQ(self.refine, self.tolerance, self.max_refine)
         if self.name == "jfb":
-            return JFB()
+            return JFB(self.refine)
         if self.name == "npg":
             return NPG(self.steps, self.damping)
         if self.name == "unrolled":
@@ -158,9 +158,9 @@ class AugmentConfig:
 class AdaptConfig:
     """Forward steps, refinement and penalty that follow residual and error (training.adapting).
 
-    For gradient=gdeq.  ``solver.max_iter`` and ``gradient.refine`` are then not read: it begins in
-    the middle of ``steps`` and ``refine``, the lower one of two.  A test is solved with the steps
-    then in use.
+    For gradient=gdeq and jfb.  ``solver.max_iter`` and ``gradient.refine`` are then not read: it
+    begins in the middle of ``steps`` and ``refine``, the lower one of two.  A test is solved with
+    the steps then in use.
     """
 
     enabled: bool = False  # choose steps, refinement and penalty by residual and error
@@ -271,10 +271,10 @@ class Config:
     def _check_adapt(self) -> None:
         if not self.adapt.enabled:
             return
-        if self.gradient.name != "gdeq" or self.gradient.tolerance is not None:
+        if self.gradient.name not in ("gdeq", "jfb") or self.gradient.tolerance is not None:
             raise ValueError(
-                "adapt.enabled chooses the refinement of gradient=gdeq: for another gradient, or "
-                "with gradient.tolerance, set adapt.enabled=false"
+                "adapt.enabled chooses the refinement of gradient=gdeq or jfb: for another "
+                "gradient, or with gradient.tolerance, set adapt.enabled=false"
             )
         # With samples that stop there, the mean hardly comes to where fewer steps are tried.
         room = self.adapt.room * self.adapt.forward
@@ -299,7 +299,7 @@ class Config:
 READ_BY: dict[str, tuple[str, ...]] = {
     "solver.memory": ("broyden", "anderson"),
     "solver.step_bits": ("broyden",),
-    "gradient.refine": ("gdeq",),
+    "gradient.refine": ("gdeq", "jfb"),
     "gradient.tolerance": ("gdeq",),
     "gradient.max_refine": ("gdeq",),
     "gradient.max_iter": ("implicit",),

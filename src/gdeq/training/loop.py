@@ -337,7 +337,7 @@ class Trainer:
         elif self.controller is not None:
             choice = self.controller.choice
             deq.solver = choice.solver(config)
-            deq.gradient = choice.gradient(deq.solver)
+            deq.gradient = choice.gradient(config)
         else:
             deq.solver, deq.gradient = config.solver.build(), config.gradient.build()
 

@@ -428,9 +428,10 @@ def _forecast_restore(told: Forecast, trainer: Trainer) -> None:
 
 def _table(folder: Path, config: Config, pretrain_steps: int, seeds: int) -> dict[Path, Config]:
     """The runs of a comparison, in the order in which they are made."""
+    paper = {"jfb": {"gradient__refine": 0}}  # the settings are GDEQ's
     return {
         folder / f"{name}{'-pretrained' if steps else ''}-seed{seed}": configs.replace(
-            config, gradient__name=name, pretrain_steps=steps, seed=seed
+            config, gradient__name=name, pretrain_steps=steps, seed=seed, **paper.get(name, {})
         )
         for seed in range(config.seed, config.seed + seeds)
         for steps in sorted({0, pretrain_steps})
