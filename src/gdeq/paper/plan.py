@@ -59,13 +59,14 @@ METHODS: dict[str, tuple[str, ...]] = {
 # Our own rows of Table 2: a name and the settings by which it differs from the preset.
 OWN: dict[str, tuple[str, ...]] = {
     "gdeq-refine1": ("gradient=gdeq", "gradient.refine=1"),
-    # As few of Broyden's steps as leave a residual of 0.13, one VJP, and late in training two, at
-    # the rate of the best trials: about half of GDEQ's time.
+    # Rough at first, while the rate is large: plain JFB after three or four of Broyden's steps.
+    # Then one VJP, and late in training two; residual and error of w as the targets tighten.
     "adaptive": (
-        *("gradient=gdeq", "gradient.refine=1"),
-        *("adapt.enabled=true", "adapt.forward=0.13", "adapt.backward=0.65"),
-        *("adapt.steps=[3,4,5,6,7]", "adapt.refine=[1,2]", "adapt.room=0.6"),
-        *("optimizer.lr=0.01", "epochs=29", "measure_every=10"),
+        *("gradient=jfb", "gradient.refine=1"),
+        *("adapt.enabled=true", "adapt.forward=0.1", "adapt.forward_at_first=0.2"),
+        *("adapt.backward=0.56", "adapt.backward_at_first=0.8"),
+        *("adapt.steps=[3,4,5,6,7]", "adapt.refine=[0,1,2]", "adapt.room=0.65"),
+        *("optimizer.lr=0.015", "epochs=30", "measure_every=40"),
     ),
     # A fixed choice at that rate, in 27 epochs as the adaptive row had once: what of its result is
     # the rate.
