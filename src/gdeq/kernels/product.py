@@ -70,7 +70,6 @@ class Tuning:
     packed: bool = True
     tile_of_bytes: tuple[int, int] = (4, 4)
     warps_of_bytes: int = 1
-    group: int = 1  # chunks of a program of the first pass, where that divides their number
     # Of the first pass, with steps of 16 bits: 14 programs an SM, where ptxas would take up to 253
     # for 8.  The second where 144 spill: with float16, whose range is looked at, or many steps.
     dots_registers: tuple[int, int] = (144, 168)
@@ -228,7 +227,6 @@ def _dots(
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     SCALED: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     TILE: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr, COARSE: tl.constexpr = False,
-    GROUP: tl.constexpr = 1,
 ):  # fmt: skip
     """a_j = s_jᵀg, the new row s_jᵀs_{t−1} of G, and ‖g‖², ‖f(z)‖², ‖z‖², ‖y‖²: one chunk of each.
 
@@ -236,7 +234,7 @@ def _dots(
     is not found in another way.  JUDGE: the program of a sample that is done last also judges it.
     SCALED: steps are whole numbers, and only their sums are multiplied by what these count.
     PACKED: four of them at once, from the same memory as words (`gdeq.kernels.words`); COARSE: with
-    g in 8 bits as well.  GROUP: chunks of a program.
+    g in 8 bits as well.
     HALF: f was given z in float16; where z is out of its range, f(z) counts as NaN.
     ROUNDED: z is in parts alone (`gdeq.product.rounds_z`).
     COUNTED: in a repetition, which iterate it is, is known from the sample itself.
@@ -251,15 +249,14 @@ def _dots(
             if chunk == 0:
                 tl.store(moves + b, DONE)
             return
-    for i in range(GROUP):
-        _dots_of_chunk(
-            b, at_parts, chunk * GROUP + i, evaluated, z, parts, fz, last_fz, steps, words, scales,
-            chunk_table, d, step_stride, scale_stride, norms, partial, chunks, count,
-            HALF, ROUNDED, FIRST, MEASURED, SCALED, PACKED, ALIGNED, BLOCK, TILE, PLACES, COARSE,
-        )  # fmt: skip
+    _dots_of_chunk(
+        b, at_parts, chunk, evaluated, z, parts, fz, last_fz, steps, words, scales, chunk_table, d,
+        step_stride, scale_stride, norms, partial, chunks, count, HALF, ROUNDED, FIRST, MEASURED,
+        SCALED, PACKED, ALIGNED, BLOCK, TILE, PLACES, COARSE,
+    )  # fmt: skip
     if JUDGE:
         tl.debug_barrier()  # what all lanes have stored goes before the count
-        if tl.atomic_add(arrived + b, GROUP, sem="acq_rel") == chunks - GROUP:
+        if tl.atomic_add(arrived + b, 1, sem="acq_rel") == chunks - 1:
             tl.store(arrived + b, 0)  # for the next iterate
             judge(
                 b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
@@ -592,12 +589,11 @@ class Sweep:
             "WINDOW": max(8, triton.next_power_of_2(self.memory)),
         }
         at_once = tuning.judge_in_dots and tuning.dots_warps == 1
-        group = tuning.group if chunks % tuning.group == 0 else 1
-        _dots[(chunks // group, evaluated)](
+        _dots[(chunks, evaluated)](
             rows, evaluated, self.z, self.parts, fz, self.last_fz, self.steps, self._words(),
             self.scales, self.table, d, *strides, self.arrived, *verdict,
             JUDGE=at_once, HALF=self.parts.dtype == torch.float16, ROUNDED=self.rounded,
-            PACKED=self._packed(), COARSE=self._packed() and d >= COARSE_FROM, GROUP=group,
+            PACKED=self._packed(), COARSE=self._packed() and d >= COARSE_FROM,
             **common, **judging, **self._tiles(0), **self._registers(), num_warps=tuning.dots_warps,
         )  # fmt: skip
         if not at_once:
