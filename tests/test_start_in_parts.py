@@ -8,6 +8,7 @@ from torch import nn
 
 import gdeq
 from gdeq import GDEQ, JFB, Anderson, Broyden, nodes, product
+from gdeq.fixed_point import solve_and_attach
 from gdeq.kernels import choice
 from gdeq.models.mdeq import mdeq
 from gdeq.solution import Status
@@ -41,7 +42,7 @@ def cosines(z):
     return torch.cos(image) * 0.5 + row.mean(), torch.sin(row) + image.mean()
 
 
-def solved(z0, solver, f=cosines, steps=None):
+def solved(z0, solver, f=cosines):
     with choice.use("triton"):
         return gdeq.fixed_point(f, z0, solver, JFB())
 
@@ -49,7 +50,7 @@ def solved(z0, solver, f=cosines, steps=None):
 def from_rows(z0, solver, monkeypatch, f=cosines):
     """The same, begun with a vector."""
     with monkeypatch.context() as patch:
-        patch.setattr(product, "start_in_parts", lambda f, z0, solver: None)
+        patch.setattr(product, "start_in_parts", lambda *given, **more: None)
         return solved(z0, solver, f)
 
 
@@ -79,7 +80,30 @@ def test_no_vector_is_made_of_it(monkeypatch):
     monkeypatch.setattr(fused.Sweep, "__init__", built)
     z0 = start(adjacent=True)
     solved(z0, Broyden(3, 0.0))
-    assert sweeps == [(4, z0[0].data_ptr())]
+    assert [nbytes for nbytes, _ in sweeps] == [4]
+    assert sweeps[0][1] != z0[0].data_ptr()  # f might write there
+    with choice.use("triton"):
+        solve_and_attach(cosines, z0, Broyden(3, 0.0), JFB(), lend=True)
+    assert sweeps[1] == (4, z0[0].data_ptr())
+
+
+@pytest.mark.parametrize("form", ["plain", "triton"])
+def test_an_f_may_write_where_the_solve_began(form):
+    """Into a buffer that it uses again, which was z0 too."""
+    buffer = torch.zeros(2, 32, dtype=HALF, device=DEVICE)
+    solver = Broyden(5, 0.0)
+    with choice.use(form):
+        expected = gdeq.solve(torch.cos, buffer.clone(), solver)
+        found = gdeq.fixed_point(lambda z: torch.cos(z, out=buffer), buffer, solver, JFB())
+    assert torch.equal(found.trace, expected.trace)
+
+
+@pytest.mark.parametrize("form", ["plain", "triton"])
+def test_an_f_in_place_leaves_z0_as_it_was(form):
+    z0 = torch.zeros(2, 32, dtype=HALF, device=DEVICE)
+    with choice.use(form), pytest.raises(gdeq.StateError, match="in place"):
+        gdeq.fixed_point(lambda z: z.add_(1), z0, Broyden(5, 0.0), JFB())
+    assert bool((z0 == 0).all())
 
 
 @pytest.mark.parametrize(
@@ -96,10 +120,10 @@ def test_where_z_is_a_vector(solver, dtypes):
     z0 = tuple(part.to(dtype) for part, dtype in zip(start(True), dtypes, strict=True))
     with choice.use("triton"):
         f = StateSpace(z0).vectorize(cosines)
-        assert product.start_in_parts(f, z0, solver) is None
+        assert product.start_in_parts(f, z0, solver, share=True) is None
         assert gdeq.fixed_point(cosines, z0, solver, JFB()).residual.isfinite().all()
     with choice.use("plain"):
-        assert product.start_in_parts(f, start(True), Broyden(4, 0.0)) is None
+        assert product.start_in_parts(f, start(True), Broyden(4, 0.0), share=True) is None
 
 
 @pytest.mark.parametrize("when", [0, 1, 3])

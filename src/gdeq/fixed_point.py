@@ -68,7 +68,8 @@ def solve_and_attach(
 
     The solution's own z is the same tensors where z has no gradients or is unrolled.  Else it is
     without gradients, in memory of its own that f's graph reads: it must not be changed in place.
-    With ``lend``, and without second derivatives, z itself is in that memory, and no copy is made.
+    With ``lend``, and without second derivatives, z itself is in that memory, and no copy is made;
+    nor of z0, where the solve can begin with it as it lies.
     """
     check_pair(solver, gradient)
     space = StateSpace(z0)
@@ -79,7 +80,7 @@ def solve_and_attach(
         solution = _unrolled(on_vectors, start, space, solver, gradient, at_start)
         return solution.z, solution
     assert solver is not None
-    parts = product.start_in_parts(on_vectors, z0, solver)
+    parts = product.start_in_parts(on_vectors, z0, solver, share=lend)
     start = (
         product.nowhere(space.batch, space.size, space.dtype, space.device)
         if parts is not None

@@ -85,8 +85,9 @@ class DEQ(nn.Module):
         the fixed point, for fewer steps (`gdeq.fit_start` fits one).  No gradient flows through it:
         the fixed point does not depend on where its solve began.
 
-    ``lends``, False unless set, says that nobody changes the z that is returned in place before the
-    backward pass: it is then not copied, and lies where ``solution`` and the graph of f read it.
+    ``lends``, False unless set, says that nobody changes in place the z that is returned, until the
+    backward pass, nor the cell z0: they are then not copied, and the former lies where ``solution``
+    and the graph of f read it.
 
     ``z0`` is taken from the call; else from ``start``; else from ``cell.initial_state(x, ...)``
     where the cell has such a method (which also says what form ``start`` must return); else it is

@@ -251,10 +251,12 @@ def nowhere(batch: int, d: int, dtype: torch.dtype, device: torch.device) -> Ten
     return torch.empty((), dtype=dtype, device=device).expand(batch, d)
 
 
-def start_in_parts(f: VectorMap, z0: State, solver: Solver) -> Tensor | None:  # (batch·d,)
+def start_in_parts(
+    f: VectorMap, z0: State, solver: Solver, share: bool
+) -> Tensor | None:  # (batch·d,)
     """z0 as f is given it, where a solve keeps z in no other form: no vector is made of it.
 
-    It may be the memory of z0, which the solve only reads.
+    share: where it can, in the memory of z0, which the solve only reads; f must not write there.
     """
     space, dtype = f.space, f.parts_dtype
     z = nowhere(space.batch, space.size, space.dtype, space.device)
@@ -264,7 +266,10 @@ def start_in_parts(f: VectorMap, z0: State, solver: Solver) -> Tensor | None:  #
 
     if dtype is None or not fused.in_parts_alone(solver, z, dtype, space.precision()):
         return None
-    return space.as_parts(space.leaves(z0, "z0", cast=False)).detach()
+    leaves = space.leaves(z0, "z0", cast=False)
+    parts = space.as_parts(leaves).detach()
+    ours = share or parts.data_ptr() != leaves[0].data_ptr()
+    return parts if ours else parts.clone()
 
 
 def iterate(

@@ -141,6 +141,29 @@ def test_a_try_that_was_taken_back_delays_this_rung_alone():
     assert steps_under(made, lambda steps: 0.02 if steps == 4 else 1e-3, 4)[-1] == 5
 
 
+def test_a_try_that_held_while_the_ladder_was_lower_is_no_failure():
+    made = controller(patience=2, steps=(4, 5, 6))
+    tries = made.forward.tries[1]
+    steps_under(made, lambda _: 0.02, 2)
+    steps_under(made, lambda steps: 0.02 if steps == 5 else 1e-3, 3)
+    assert tries.wait == 4  # five steps were tried once, in vain
+    steps_under(made, lambda _: 1e-3, 40)
+    assert made.choice.steps == 4
+    steps_under(made, lambda _: 0.02, 2)
+    assert made.choice.steps == 6
+    assert tries.wait == 2
+
+
+def test_what_an_older_checkpoint_says_of_its_tries():
+    made = controller(patience=2, steps=(4, 5, 6))
+    made.forward.restore({"value": 5, "calm": 1, "wait": 16, "since": 1})
+    below, here = made.forward.tries
+    assert (below.wait, below.since) == (16, None)
+    assert (here.wait, here.since) == (16, 1)
+    made.forward.restore({"value": 6, "calm": 1, "wait": 8, "since": None})
+    assert [tries.wait for tries in made.forward.tries] == [2, 8]
+
+
 def test_targets_that_tighten():
     made = controller(
         forward=0.1, forward_at_first=0.2, backward=0.5, backward_at_first=0.9, steps=(4, 5, 6)

@@ -206,10 +206,10 @@ def _more(total, x, weight, i, where, at, size):
 
 @triton.jit
 def _combine(
-    out, x0, x1, x2, x3, x4, x5, x6, x7, weight, factor, size,
-    COUNT: tl.constexpr, SCALED: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
+    out, x0, x1, x2, x3, x4, x5, x6, x7, weight, size,
+    COUNT: tl.constexpr, VECTORS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Σ weight_i x_i of COUNT vectors, times a factor of each sample if SCALED: one chunk."""
+    """Σ weight_i x_i of COUNT vectors: one chunk."""
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     where = b * size + at
@@ -229,8 +229,6 @@ def _combine(
         total = _more(total, x6, weight, 6, where, at, size)
     if COUNT > 7:
         total = _more(total, x7, weight, 7, where, at, size)
-    if SCALED:
-        total *= tl.load(factor + b)
     tl.store(out + where, total.to(out.dtype.element_ty), mask=at < size)
 
 
@@ -249,8 +247,8 @@ def _residuals(
 
 
 def takes(space: StateSpace, dtypes: Sequence[torch.dtype], times: int) -> bool:
-    """dtypes: of all tensors that are met."""
-    half = all(dtype == dtypes[0] for dtype in dtypes) and dtypes[0].itemsize == 2
+    """dtypes: of all tensors that are met.  (In float16 products of a small v would be nothing.)"""
+    half = all(dtype == torch.bfloat16 for dtype in dtypes)
     fits = state.takes(space.batch, space.dtypes) and min(space.sizes) > 0
     return half and fits and 0 < times < VECTORS
 
@@ -268,14 +266,11 @@ def refined(
     chunks = sum(of_parts)
     partial = torch.empty(batch, chunks, VECTORS, dtype=torch.float32, device=device)
     gram = torch.empty(batch, VECTORS, VECTORS, dtype=torch.float64, device=device)
-    weight = torch.ones(batch, VECTORS, dtype=torch.float32, device=device)
+    weight = torch.empty(batch, VECTORS, dtype=torch.float32, device=device)
     error = torch.empty(batch, dtype=torch.float32, device=device)
     numbers = torch.finfo(space.dtype).eps, noise_level(how.precision)
     rules = how.amplification, how.setback, how.growth
-    first, per_unit, scale = _parts(space, v), 1 / unit, None
-    if v[0].dtype == torch.float16:  # of which the products of a small v would be nothing
-        w = _combined(space, [first], weight, per_unit)
-        first, per_unit, scale = _parts(space, space.in_parts(w)), torch.ones_like(unit), unit
+    first, per_unit = _parts(space, v), 1 / unit
     given = [space._shaped(part, i) for i, part in enumerate(first)]
     vectors = [first]
     for newest in range(1, times + 1):
@@ -294,7 +289,7 @@ def refined(
                 FIRST=newest == 1, LAST=newest == times,
                 VECTORS=VECTORS, LANES=LANES, CHUNKS=CHUNKS, num_warps=1,
             )  # fmt: skip
-        w = _combined(space, vectors, weight, scale if newest == times else None)
+        w = _combined(space, vectors, weight)
         given = space.in_parts(w)
     return w, error
 
@@ -334,7 +329,6 @@ def _combined(
     space: StateSpace,
     vectors: Sequence[Sequence[Tensor]],  # (batch, size) of each part
     weight: Tensor,  # (batch, VECTORS)
-    factor: Tensor | None,  # (batch,)
 ) -> Tensor:  # (batch·d,)
     """In parts."""
     buffer = vectors[0][0].new_empty(space.batch * space.size)
@@ -345,8 +339,7 @@ def _combined(
         ):
             unused = [piece] * (VECTORS - len(given))
             _combine[(own, space.batch)](
-                piece, *given, *unused, weight, weight if factor is None else factor, size,
-                COUNT=len(given), SCALED=factor is not None, VECTORS=VECTORS, BLOCK=BLOCK,
-                num_warps=WARPS,
+                piece, *given, *unused, weight, size,
+                COUNT=len(given), VECTORS=VECTORS, BLOCK=BLOCK, num_warps=WARPS,
             )  # fmt: skip
     return buffer

@@ -4,8 +4,12 @@ Memory brings such steps faster than a program can turn each number into a float
 g has no 8 bits; it is taken as two whole numbers for each of its own, the second for what the first
 left, of which there are 64 to one: 14 bits beside the largest of the chunk.  Where a sample has
 many numbers (`COARSE_FROM`) the first alone will do: roundings add up as √d, an inner product as d.
-With numbers of g up to m times their root mean square, s_jᵀg is off by about m / (440 √d) of
-‖s_j‖‖g‖: 1e-4 for m = 4 and d = 8192, where f in half precision rounds g itself by 2e-3 and more.
+With numbers of g up to m times their root mean square, and roundings that know nothing of s_j,
+s_jᵀg is off by about m / (440 √d) of ‖s_j‖‖g‖: 1e-4 for m = 4 and d = 8192.  (Where one number of
+each chunk is far larger than all others, these become 0, and if s_j has one sign there, it is off
+by up to a tenth, whatever d is: then the method gets a worse step, not a wrong residual.)  On two
+trained MDEQs it is 1e-4 in the median and 1.3e-3 at most, where half precision of z and f(z) alone
+is 7e-4 and 1.4e-2, or more.
 """
 
 from __future__ import annotations

@@ -149,8 +149,8 @@ class Ladder:
                 self.tries[self.rung].taken_back()
                 self.rung += 1
             return
-        if not self.at_top:
-            self.tries[self.rung].held()
+        for tries in self.tries[self.rung :]:  # also those that led to rungs above
+            tries.held()
         self.calm = self.calm + 1 if residual < self.room * self.target else 0
         if self.rung and self.calm >= self.tries[self.rung - 1].wait:
             self.tries[self.rung - 1].made()
@@ -175,6 +175,11 @@ class Ladder:
         self.calm = state["calm"]
         for value, tries in zip(self.rungs, self.tries, strict=False):
             tries.restore(state.get("tries", {}).get(str(value), {}))
+        if "tries" not in state:  # an older one: of the last try, and for the next
+            for tries in self.tries[self.rung : self.rung + 1]:
+                tries.restore(state)
+            for tries in self.tries[max(0, self.rung - 1) : self.rung]:
+                tries.wait = state.get("wait", self.patience)
 
 
 class Penalty:
