@@ -61,7 +61,7 @@ def test_no_penalty_before_the_rungs_above_the_first_were_tried():
     made = beginning()
     found = []
     for _ in range(6):
-        made.look(1.0, 0.2)
+        made.look(0.02, 0.2)
         found.append((made.choice.steps, made.choice.residual_weight))
     assert found == [(9, 0), (12, 0), (15, 0), (18, 0), (18, 1), (18, 2)]
 
@@ -76,14 +76,35 @@ def test_one_rung_up_at_each_look_above_the_target():
     assert made.look(0.02, 0.2) == adapting.Choice(5, 0, 0.0)
     assert made.look(0.011, 0.31) == adapting.Choice(6, 1, 0.0)
     assert made.look(0.009, 0.4) == adapting.Choice(6, 2, 0.0)
-    assert made.look(math.nan, 0.2) == adapting.Choice(7, 2, 0.0)
     assert made.look(0.01, 0.3) is None  # reached is reached
+
+
+@pytest.mark.parametrize(
+    ("residual", "steps"),
+    [
+        *[(0.02, 5), (0.021, 6), (0.04, 6), (0.05, 7), (0.5, 15), (1e30, 18)],
+        *[(math.inf, 18), (math.nan, 18)],
+    ],
+)
+def test_more_rungs_at_once_far_above_the_target(residual, steps):
+    made = controller(forward=1e-2, backward=0.3)
+    assert made.look(residual, 0.2) == adapting.Choice(steps, 0, 0.0)
+
+
+def test_a_jump_takes_back_the_tries_that_it_passes():
+    made = controller(patience=2, steps=(4, 5, 6, 7))
+    for tries in made.forward.tries:
+        tries.made()
+    made.forward.rung = 1
+    made.look(0.04, 0.2)
+    assert made.choice.steps == 7
+    assert [tries.wait for tries in made.forward.tries] == [2, 4, 4]
 
 
 def test_down_only_with_room_and_patience():
     made = controller(patience=3, room=0.5)
     for _ in range(3):
-        made.look(1.0, 0.2)
+        made.look(0.02, 0.2)
     assert made.choice.steps == 7
     nearly = [made.look(6e-3, 0.2) for _ in range(10)]
     assert nearly == [None] * 10
@@ -93,28 +114,22 @@ def test_down_only_with_room_and_patience():
     assert made.look(4e-3, 0.2).steps == 6
 
 
+@pytest.mark.parametrize("begin", [beginning, controller])
 @pytest.mark.parametrize("rate", [0.3, 0.45, 0.6, 0.7])
-def test_settles_where_the_target_is_met(rate):
-    """A solver that converges at this rate: the lowest sufficient rung, and seldom another."""
-    made = controller()
+def test_settles_where_the_target_is_met(rate, begin):
+    """A solver that converges at this rate: the lowest sufficient rung, and seldom another.
+
+    Or one rung higher: where there is not room enough to try the next.
+    """
+    made = begin()
     found = steps_under(made, lambda steps: rate**steps, 400)
-    enough = next(n for n in AdaptConfig().steps if rate**n <= 1e-2)
-    assert found[8:].count(enough) >= 0.9 * len(found[8:])
+    rungs = AdaptConfig().steps
+    enough = next(n for n, steps in enumerate(rungs) if rate**steps <= 1e-2)
+    settled = max(rungs[enough : enough + 2], key=found.count)
+    assert found[10:].count(settled) >= 0.9 * len(found[10:])
     late = found[-100:]
     assert sum(a != b for a, b in pairwise(late)) <= 2 * (100 // 16 + 1)
     assert made.choice.residual_weight == 0
-
-
-@pytest.mark.parametrize("rate", [0.3, 0.45, 0.6, 0.7])
-def test_settles_from_the_middle_too(rate):
-    """From above it may stay one rung higher: where there is not room enough to try the next."""
-    rungs = AdaptConfig().steps
-    found = steps_under(beginning(), lambda steps: rate**steps, 400)
-    enough = next(n for n, steps in enumerate(rungs) if rate**steps <= 1e-2)
-    for settled in rungs[enough : enough + 2]:
-        if found[10:].count(settled) >= 0.9 * len(found[10:]):
-            return
-    raise AssertionError(found)
 
 
 def test_a_try_that_was_taken_back_waits_longer():
@@ -307,7 +322,7 @@ def test_what_it_remembers():
 def test_another_ladder_after_a_resume():
     made = controller()
     for _ in range(4):
-        made.look(1.0, 1.0)
+        made.look(0.02, 1.0)
     assert made.choice.steps == 9
     for steps, expected in (((4, 8, 10), 10), ((2, 3), 3), ((9, 18), 9)):
         again = controller(steps=steps)
@@ -661,7 +676,7 @@ def test_two_processes_choose_the_same(tmp_path, zygote, few_images):
         for name in ("both", "alone")
     )
     assert found == expected
-    assert len({line[1] for line in found}) > 2
+    assert len({line[1] for line in found}) > 1
 
 
 def test_the_bar_shows_the_steps_in_use(trainer):

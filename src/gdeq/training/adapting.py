@@ -5,7 +5,8 @@ the solver stopped, and the relative error of w that a refinement estimates by i
 the residual of the adjoint equation: f of a trained model can be such that a better w has a larger
 one, docs/results.md.)  Each has a target and a ladder of costs:
 
-- above its target, one rung up at once: more forward steps, or more VJPs;
+- above its target, one rung up at once, and one more for each further factor of two: more forward
+  steps, or more VJPs;
 - well below it for a while, one rung down.  If that has to be taken back soon, the next try of this
   rung waits twice as long, so that it settles instead of flapping;
 - where the forward residual is above its target on the highest rung: the budget no longer finds an
@@ -30,6 +31,7 @@ function of what was measured alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,12 +144,19 @@ class Ladder:
         """Nothing is lost for it if the penalty is lowered."""
         return residual <= self.target * (self.room if self.at_top else 1.0)
 
+    def _rungs_up(self, residual: float) -> int:
+        """An f that is about to lose its equilibrium does so within a few looks."""
+        if not math.isfinite(residual):
+            return len(self.rungs)
+        return max(1, math.ceil(math.log2(residual / self.target)))
+
     def look(self, residual: float) -> None:
         if self.above(residual):
             self.calm = 0
-            if not self.at_top:
-                self.tries[self.rung].taken_back()
-                self.rung += 1
+            top = min(len(self.rungs) - 1, self.rung + self._rungs_up(residual))
+            for tries in self.tries[self.rung : top]:
+                tries.taken_back()
+            self.rung = top
             return
         for tries in self.tries[self.rung :]:  # also those that led to rungs above
             tries.held()
