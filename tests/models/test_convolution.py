@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from torch.nn.functional import conv2d
+from torch.nn.functional import conv2d, pad
 
 from gdeq.models import convolution as module
+from gdeq.models import layers
 from gdeq.models.convolution import Pairs, apart, convolution, pair, transposed
 
 
@@ -143,3 +144,42 @@ def test_a_leaf_is_left_to_pytorch(device):
     x, v = problem(device)
     assert "Conv" in type(convolution(x, v).grad_fn).__name__  # and not our own function
     assert not isinstance(convolution(x, v).grad_fn, torch.autograd.function.BackwardCFunction)
+
+
+@pytest.mark.parametrize(("size", "channels"), [(3, 3), (5, 1), (1, 2)])
+def test_an_image_by_its_patches(size, channels, monkeypatch):
+    """As the convolution of the image with zeros beside its channels."""
+    conv = layers.conv(channels, 12, size)
+    x = torch.randn(2, channels, 6, 7).bfloat16()
+    for made in (x, x.contiguous(memory_format=torch.channels_last), x.float()):
+        results = []
+        for enabled in (False, True):
+            monkeypatch.setattr(layers, "image_patches", enabled)
+            leaf = conv.weight.detach().bfloat16().float().requires_grad_()
+            wide = pad(leaf, (0, 0, 0, 0, 0, 8 - channels)).bfloat16()
+            conv.ready = wide.contiguous(memory_format=torch.channels_last)
+            seen = []
+
+            def noted(*args, seen=seen):
+                seen.append(args[0].shape[1])
+                return convolution(*args)
+
+            monkeypatch.setattr(layers, "convolution", noted)
+            y = conv(made)
+            assert seen == [8 * size**2 if enabled else 8]
+            results.append((y, *torch.autograd.grad(y, leaf, torch.ones_like(y))))
+        exact = conv2d(x.double(), leaf.double(), padding=size // 2)
+        for value in results[1][:1]:
+            assert (value.double() - exact).abs().max() <= 0.01 * exact.abs().max()
+        (expected,) = torch.autograd.grad(exact.sum(), leaf)
+        for _, gradient in results:
+            assert (gradient - expected).abs().max() <= 0.01 * expected.abs().max()
+
+
+def test_an_image_whose_gradient_is_asked_for():
+    conv = layers.conv(3, 12, 3)
+    conv.ready = pad(conv.weight, (0, 0, 0, 0, 0, 5)).bfloat16()
+    x = torch.randn(2, 3, 6, 6).requires_grad_()
+    (found,) = torch.autograd.grad(conv(x).float().sum(), x)
+    (expected,) = torch.autograd.grad(conv2d(x, conv.weight, padding=1).sum(), x)
+    assert (found - expected).abs().max() <= 0.01 * expected.abs().max() + 1e-3

@@ -35,6 +35,7 @@ def test_table_2_is_one_recipe_with_the_papers_steps():
         allowed = {"seed", "snapshots", "test_every"}
         if name.startswith(("adaptive", "gdeq-6steps")):  # ours, and told apart in the table
             allowed |= {"epochs", "optimizer.lr", "measure_every", "solver.max_iter", "solver.name"}
+            allowed |= {"residual_weight", "residual_every"}
         other = {key for key in changed if not key.startswith(("gradient.", "adapt."))}
         assert other <= allowed, name
 

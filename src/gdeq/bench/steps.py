@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -173,22 +174,22 @@ def theirs(setup: Setup, precision: str, **settings: Any) -> Step:
 
 
 def milliseconds(setup: Setup, work: Callable[[], Any], rounds: int, warm: int = 4) -> list[float]:
+    """Of each call, one after another as in a training, where no step waits for the host."""
     for _ in range(warm):
         work()
+    if setup.cuda:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+        events[0].record()
+        for event in events[1:]:
+            work()
+            event.record()
+        events[-1].synchronize()
+        return [begin.elapsed_time(end) for begin, end in pairwise(events)]
     times = []
     for _ in range(rounds):
-        if setup.cuda:
-            torch.cuda.synchronize()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            work()
-            times.append(1e3 * (time.perf_counter() - began))
+        began = time.perf_counter()
+        work()
+        times.append(1e3 * (time.perf_counter() - began))
     return times
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from gdeq.kernels.jit import jit, tl
-from gdeq.kernels.norms import held, split
+from gdeq.kernels.norms import held, split, uneven
 from gdeq.kernels.norms.affine import Vector, affine_arguments
 from gdeq.kernels.norms.operation import Maps, Operation, Vectors
 from gdeq.kernels.norms.pieces import (
@@ -112,6 +112,10 @@ class NormAct(Operation):
         if split.takes(x, out, self.groups, affine[0]):
             split.launch(x, self.groups, affine, affine_sample, out, stats, self.eps, self.relu)
             return
+        if uneven.takes_one((x, out), self.groups, self.room):
+            more = stats, self.eps, self.relu, self.room
+            uneven.launch(x, self.groups, affine, affine_sample, out, *more)
+            return
         launch(
             _norm_kernel,
             "norm",
@@ -152,6 +156,10 @@ class NormAct(Operation):
             held.launch(
                 x, dout, self.groups, affine, affine_sample, stats, dx, sums, self.relu, partials
             )
+            return [dx]
+        if uneven.takes_one((x, dout, dx), self.groups, self.room):
+            more = stats, dx, sums, self.relu, partials, self.room
+            uneven.launch_backward(x, dout, self.groups, affine, affine_sample, *more)
             return [dx]
         launch(
             _norm_backward_kernel,
