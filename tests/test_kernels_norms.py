@@ -359,14 +359,15 @@ def test_room_there_is_not(device):
 # ---- slices
 
 
-def sliced(x, sizes, relu):
+def sliced(x, sizes, relu, across=False):
     """A norm of the first slice, and a fusion of the second with something else."""
-    one, two = norms.slices(x, sizes)
+    one, two = norms.slices(x, sizes, across)
     other = Source(two.detach().flip(1), None, None)
     return norm_act(one, 2, None, None, relu=relu), fuse(None, [Source(two, None, None), other], 3)
 
 
-def test_gradients_of_slices_are_written_beside_each_other(device, monkeypatch):
+@pytest.mark.parametrize("across", [False, True], ids=["one stream", "several"])
+def test_gradients_of_slices_are_written_beside_each_other(across, device, monkeypatch):
     x = channels_last(2, 10, 4, 4, device=device).requires_grad_()
     directions = [torch.randn(2, c, 4, 4, device=device) for c in (4, 6)]
     plain = x.split((4, 6), dim=1)
@@ -376,18 +377,20 @@ def test_gradients_of_slices_are_written_beside_each_other(device, monkeypatch):
     (truth,) = torch.autograd.grad(expected, x, directions)
     copies, cat = [], torch.cat
     monkeypatch.setattr(torch, "cat", lambda *a, **k: copies.append(a) or cat(*a, **k))
-    outs = sliced(x, (4, 6), True)
+    outs = sliced(x, (4, 6), True, across)
     found = [torch.autograd.grad(outs, x, directions, retain_graph=True)[0] for _ in range(2)]
     assert not copies
-    assert found[0].data_ptr() != found[1].data_ptr()  # a second pass has memory of its own
+    # Unless it is given, a second pass has memory of its own.
+    assert (found[0].data_ptr() == found[1].data_ptr()) == across
     assert found[0].permute(0, 2, 3, 1).is_contiguous()
     for gradient in found:
         close(gradient, truth, 1e-4)
 
 
-def test_gradients_of_slices_that_are_elsewhere(device):
+@pytest.mark.parametrize("across", [False, True], ids=["one stream", "several"])
+def test_gradients_of_slices_that_are_elsewhere(across, device):
     x = channels_last(2, 10, 4, 4, device=device).requires_grad_()
-    one, two = norms.slices(x, (4, 6))
+    one, two = norms.slices(x, (4, 6), across)
     y = norm_act(one, 2, None, None) + norm_act(one, 1, None, None)  # its gradient is a sum
     weight = torch.linspace(-1, 1, y.numel(), device=device).view_as(y)
     total = (y * weight).sum() + two.sin().sum()
@@ -400,7 +403,7 @@ def test_gradients_of_slices_that_are_elsewhere(device):
     def twice(e):  # in other memory that looks the same
         return torch.empty_strided(e.shape, e.stride(), device=e.device).copy_(2 * e)
 
-    watched = norms.slices(x, (4, 6))
+    watched = norms.slices(x, (4, 6), across)
     watched[0].register_hook(twice)
     outs = [norm_act(part, 2, None, None) for part in watched]
     plain = [norm_act_plain(part, 2, None, None) for part in x.split((4, 6), dim=1)]

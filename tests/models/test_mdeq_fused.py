@@ -481,3 +481,25 @@ def test_streams_and_graphs_change_no_gradient(captured, monkeypatch):
                 assert (a - b).norm() <= 1e-3 * b.norm()
     finally:
         torch.backends.cudnn.deterministic = False
+
+
+def test_gradients_between_scales_are_not_copied(device, monkeypatch):
+    """Of z, several times, as a refinement asks for them: each is written where it belongs."""
+    _, cell, z, injection = problem(FEW, (8, 8), device)
+    cell.requires_grad_(False)
+    cell.eval()
+    z = tuple(part.requires_grad_() for part in z)
+    copies, cat = [], torch.cat
+    monkeypatch.setattr(torch, "cat", lambda *a, **k: copies.append(a) or cat(*a, **k))
+    found = []
+    for enabled in (False, True):
+        monkeypatch.setattr(mdeq_fused, "slices_with_grad", enabled)
+        out = cell(z, injection)
+        directions = [part.detach().cos() for part in out]
+        for _ in range(2):
+            copies.clear()
+            one = torch.autograd.grad(out, z, directions, retain_graph=True)
+            assert len(copies) == 0
+            found.append([part.clone() for part in one])
+    for other in found[1:]:
+        close(other, found[0], 1e-6)

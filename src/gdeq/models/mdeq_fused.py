@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from gdeq import kernels
-from gdeq.kernels.norms import Source, block_end_for, fuse, norm_act, per_sample
+from gdeq.kernels.norms import Source, block_end_for, fuse, norm_act, per_sample, slices
 from gdeq.models.branches import Parallel, Serial
 from gdeq.models.convolution import convolution
 from gdeq.models.mdeq_weights import AtZero, BlockWeights, Norm, Prepared, Weights
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 streams_with_grad = True  # run the scales side by side under autograd too
+slices_with_grad = True  # their gradients are written beside each other, not copied there
 zero_start = True  # the first evaluation of a solve by what all samples share (`fused_at_zero`)
 
 
@@ -107,7 +108,7 @@ def evaluate(
                 here, rest = joined, None
                 if down.passing is not None:
                     width = down.arriving_channels
-                    here, rest = joined.split([width, joined.shape[1] - width], dim=1)
+                    here, rest = _apart(joined, [width, joined.shape[1] - width])
                 arrived[j, j + level] = _source(here, down.arriving)
                 branches.mark((j, j + level))
                 if rest is not None and down.passing is not None:
@@ -120,7 +121,7 @@ def evaluate(
                 branches.reads(y, up.conv)
                 joined = convolution(others.pop(), up.conv)
                 alive.append(joined)
-                parts = joined.split(up.channels, dim=1) if j > 1 else [joined]
+                parts = _apart(joined, up.channels) if j > 1 else [joined]
                 for i, (part, norm) in enumerate(zip(parts, up.norms, strict=True)):
                     arrived[j, i] = _source(part, norm, levels=j - i)
                 branches.mark((j, "up"))
@@ -143,6 +144,13 @@ def evaluate(
     branches.join(found)
     del alive  # not before
     return tuple(found)
+
+
+def _apart(joined: Tensor, channels: Sequence[int]) -> list[Tensor]:
+    """Each part goes to another scale, and its gradient comes back on that one's stream."""
+    if slices_with_grad:
+        return slices(joined, channels, across_streams=True)
+    return list(joined.split(list(channels), dim=1))
 
 
 def _affine_per_sample(weights: Weights, batch: int) -> Weights:

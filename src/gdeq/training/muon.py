@@ -21,7 +21,6 @@ stacks go side by side; nothing is asked of the host.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -37,17 +36,20 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 # Of one Newton–Schulz step on a large GPU, in µs: starting its kernels; per flop; per number moved.
 LAUNCHES, FLOP, MOVED = 9.0, 2.5e-9, 1e-6
-BRANCHES = 4  # stacks side by side: as many as MDEQ has scales, whose streams they use
+BRANCHES = 8  # stacks side by side: none of those of MDEQ-LARGE fills a large GPU alone
 
 
-def orthogonalize(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def orthogonalize(
+    x: Tensor, dtype: torch.dtype | None = None, lengths: Tensor | None = None
+) -> Tensor:
     """About U Vᵀ of each matrix; a matrix of zeros stays one.
 
     x: (n, rows, columns), rows <= columns.  dtype: of the products and the result, if not of x.
+    lengths: (n,), `lengths_of` them, where they are known.
     """
     a, b, c = NEWTON_SCHULZ
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x = torch.div(x, _length(x, wide), out=torch.empty_like(x, dtype=dtype))
+    lengths = lengths_of(list(x)) if lengths is None else lengths
+    x = torch.div(x, lengths[:, None, None], out=torch.empty_like(x, dtype=dtype))
     for _ in range(STEPS):
         gram = torch.bmm(x, x.mT)
         # a I + b A + c A²: with a X in place of a I, X would be copied to be added to.
@@ -57,14 +59,12 @@ def orthogonalize(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x
 
 
-def _length(x: Tensor, dtype: torch.dtype) -> Tensor:  # -> (n, 1, 1)
-    """‖X‖_F, or a bound on it where its squares leave the range; 1 for zeros."""
-    length = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=dtype)
-    most = torch.linalg.vector_norm(x, torch.inf, dim=(1, 2), keepdim=True, dtype=dtype)
-    limit = torch.finfo(dtype).tiny ** 0.4
-    in_range = (most > limit) & (most < 1 / limit)
-    length = torch.where(in_range, length, most * math.sqrt(x[0].numel()))
-    return torch.where(most > 0, length, 1.0)
+def lengths_of(matrices: list[Tensor]) -> Tensor:  # -> (n,)
+    """‖X‖_F of each, 1 for zeros.  In float64, where squares of float32 stay in the range."""
+    lengths = torch.stack(torch._foreach_norm(matrices, 2.0, torch.float64))
+    kept = torch.promote_types(matrices[0].dtype, torch.float32)
+    lengths = lengths.clamp(max=torch.finfo(kept).max).to(kept)  # a NaN stays one
+    return torch.where(lengths > 0, lengths, 1.0)
 
 
 @dataclass(frozen=True)
@@ -148,11 +148,11 @@ class _Place:
     def _part(self, flat: Tensor) -> Tensor:
         return flat[self.start : self.start + self.size]
 
-    def orthogonal(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
+    def orthogonal(self, flat: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
         if self.filled is None or self.positions is None:
-            return orthogonalize(self._matrices(flat), dtype)
+            return orthogonalize(self._matrices(flat), dtype, lengths)
         self.filled.view(-1).index_copy_(0, self.positions, self._part(flat).to(dtype))
-        return orthogonalize(self.filled)
+        return orthogonalize(self.filled, lengths=lengths)
 
     def put(self, x: Tensor, sizes: Tensor, flat: Tensor) -> None:
         """The matrices x, each times its size, to where they belong."""
@@ -199,33 +199,49 @@ class _Orthogonal:
             start += self.params[n].numel()
         return [found[n] for n in range(len(self.params))]
 
-    def _flat(self, tensors: list[Tensor]) -> Tensor:
-        return torch.cat([_in_line(tensors[n], self.strides[n]) for n in self.order])
+    def __call__(
+        self,
+        grads: list[Tensor],
+        momentum: float,
+        rate: Any,
+        relative: bool,
+        aside: Callable[[], None],
+    ) -> Tensor:
+        """The orthogonal updates, each already of its size.
 
-    def __call__(self, grads: list[Tensor], momentum: float, rate: Any, relative: bool) -> Tensor:
-        """The orthogonal updates, each already of its size."""
-        flat = self._flat(grads)
+        aside: the decay of the parameters, done at the same time or, if ``relative``, before.
+        """
+        flat = torch.empty_like(self.momentum)
+        views = self.views(flat)
+        torch._foreach_copy_(views, list(map(_with_strides, grads, self.strides)))
         self.momentum.lerp_(flat, 1 - momentum)
         flat.lerp_(self.momentum, momentum)  # Nesterov's look ahead
+        lengths = lengths_of([views[n] for n in self.order])
         sizes = rate * self.by_shape
         if relative:
+            aside()  # it changes their norms
             norms = torch._foreach_norm(self.params)
-            lengths = torch.stack([norms[n] for n in self.order])
+            own = torch.stack([norms[n] for n in self.order])
             # A matrix of zeros has no size to go by, and would stay one.
-            sizes = rate * torch.where(lengths > 0, lengths, self.by_shape)
-        parts = sizes.split([len(place.stack.members) for place in self.places])
+            sizes = rate * torch.where(own > 0, own, self.by_shape)
+        each = [len(place.stack.members) for place in self.places]
         branches = Parallel(flat.device, BRANCHES, grad=False) if self.on_gpu else Serial()
         load, kept = [0.0] * BRANCHES, []
-        for place, part in zip(self.places, parts, strict=True):
+        for place, part, known in zip(
+            self.places, sizes.split(each), lengths.split(each), strict=True
+        ):
             branch = load.index(min(load))
             load[branch] += LAUNCHES + place.stack.cost
             with branches.on(branch):
-                x, size = place.orthogonal(flat, self.dtype), part
+                x, size = place.orthogonal(flat, known, self.dtype), part
                 if relative:
                     length = torch.linalg.vector_norm(x, dim=(1, 2), dtype=part.dtype)
                     size = torch.where(length > 0, part / length, 0.0)
                 place.put(x, size, flat)
                 kept.append((x, size))  # until the branches have joined
+        if not relative:
+            with branches.on(load.index(min(load))):
+                aside()
         branches.join([flat])
         return flat
 
@@ -238,12 +254,12 @@ def _strides(p: Tensor) -> tuple[int, ...]:
     return torch.empty(p.shape, device="meta").stride()
 
 
-def _in_line(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The numbers in the order of these strides; a copy only where they lie in another."""
+def _with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """x, or a copy where it lies in another order."""
     ways = zip(x.stride(), strides, x.shape, strict=True)
-    if not all(own == wanted for own, wanted, size in ways if size > 1):
-        x = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
-    return x.as_strided((x.numel(),), (1,))
+    if all(own == wanted for own, wanted, size in ways if size > 1):
+        return x.as_strided(x.shape, strides)
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 class Muon(torch.optim.Optimizer):
@@ -314,10 +330,13 @@ class Muon(torch.optim.Optimizer):
                     buffer.copy_(kept)
                 self.state[p]["momentum_buffer"] = buffer
         rate = group["lr"]
-        if group["weight_decay"]:
-            torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
+
+        def decay() -> None:
+            if group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
+
         grads = [p.grad for p in params if p.grad is not None]
-        updates = made(grads, group["momentum"], rate, self.relative)
+        updates = made(grads, group["momentum"], rate, self.relative, decay)
         torch._foreach_sub_(params, made.views(updates))
 
     def _adam(self, group: dict[str, Any], params: list[Tensor]) -> None:

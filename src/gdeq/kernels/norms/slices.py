@@ -4,8 +4,9 @@ The backward of `split` copies the gradients of all slices beside each other.  H
 whose input is such a slice writes its gradient where it belongs (`gradient_like`).  A slice that
 another operation reads, or two do, has its gradient elsewhere, and then all are copied as ever.
 
-All readers must be on the stream that `slices` was called on: the first to write allocates the
-memory for all.
+The first to write allocates the memory for all, so all readers must be on the stream that `slices`
+was called on.  Or the memory is there from the beginning, for readers on any stream, and is used by
+one backward pass after another: for an x whose gradient nobody keeps.
 """
 
 from __future__ import annotations
@@ -20,11 +21,16 @@ from gdeq.kernels.autograd import differentiates
 from gdeq.kernels.norms.tensors import empty_channels_last, empty_like
 
 
-def slices(x: Tensor, sizes: Sequence[int]) -> list[Tensor]:  # (batch, channels, height, width)
-    """`x.split(sizes, dim=1)`."""
+def slices(
+    x: Tensor, sizes: Sequence[int], across_streams: bool = False
+) -> list[Tensor]:  # (batch, channels, height, width)
+    """`x.split(sizes, dim=1)`.
+
+    across_streams: the second way above.
+    """
     if not differentiates(x):
         return list(x.split(list(sizes), dim=1))
-    home = _Home(x.shape, sizes)
+    home = _Home(x.shape, sizes, empty_like(x) if across_streams else None)
     found = list(_Slices.apply(x, home))
     for i, part in enumerate(found):
         part.gradient_place = home, i
@@ -38,22 +44,29 @@ def gradient_like(x: Tensor) -> Tensor:
 
 
 class _Home:
-    """The memory for the gradients of one backward pass."""
+    """The memory for the gradients of one backward pass.
 
-    def __init__(self, shape: torch.Size, sizes: Sequence[int]) -> None:
-        self.shape, self.sizes = shape, list(sizes)
+    given: for all passes.
+    """
+
+    def __init__(self, shape: torch.Size, sizes: Sequence[int], given: Tensor | None) -> None:
+        self.shape, self.sizes, self.given = shape, list(sizes), given
         self.forget()
 
     def forget(self) -> None:
-        self.memory: Tensor | None = None
+        self.memory = self.given
         self.taken: set[int] = set()
 
     def place(self, i: int, like: Tensor) -> Tensor:
         # Asked again: a pass before this one ended at the slices, and its gradients stay.
+        if i in self.taken and self.given is not None:
+            return empty_like(like)
         if self.memory is None or i in self.taken:
             self.forget()
             self.memory = empty_channels_last(self.shape, like.dtype, like.device)
         self.taken.add(i)
+        if self.given is not None and self.given.is_cuda:  # of another stream, and not free before
+            self.given.record_stream(torch.cuda.current_stream(self.given.device))
         return self.memory.split(self.sizes, dim=1)[i]
 
     def holds(self, gradients: Sequence[Tensor | None]) -> bool:

@@ -23,9 +23,10 @@ enabled = True  # for comparisons
 VECTOR = 8  # numbers in 16 bytes; the kernels have it as a number
 HELD = 16384  # numbers that a program of one norm holds
 PER_THREAD = 32  # of these
-# Numbers of a source that go by at once, where two norms are added: forward, backward.
+# Where two norms are added, numbers of a source that go by at once: as many as a program of 8 warps
+# has registers for, which fills an SM; where there are more programs than SMs, half of that.
 CHUNKS = (8192, 4096)
-CHUNK_WARPS = 16
+FEW = 160  # programs
 MOST_COLUMNS = 64
 
 
@@ -166,10 +167,10 @@ def launch_backward(
         )
 
 
-def _in_chunks(sizes: dict[str, int], chunk: int) -> dict[str, int]:
+def _in_chunks(sizes: dict[str, int], programs: int) -> dict[str, int]:
+    chunk = CHUNKS[programs > FEW]
     rows = max(1, min(sizes["PIXELS"], chunk // sizes["COLUMNS"]))
-    warps = max(1, min(CHUNK_WARPS, rows * sizes["COLUMNS"] // (32 * VECTOR)))
-    return {**sizes, "ROWS": rows, "num_warps": warps}
+    return {**sizes, "ROWS": rows, "num_warps": _warps(rows * sizes["COLUMNS"])}
 
 
 def launch_sum(
@@ -184,8 +185,9 @@ def launch_sum(
 ) -> None:
     """`fusion._fuse_kernel` of two sources at the result's resolution."""
     columns, sizes = _sizes(out, groups, 0)
+    programs = len(out) * groups // columns.block
     with on_device(out):
-        _uneven_sum_kernel[(len(out) * groups // columns.block,)](
+        _uneven_sum_kernel[(programs,)](
             *_lying(raws[0]),
             *affine[:2],
             *_lying(raws[1]),
@@ -195,7 +197,7 @@ def launch_sum(
             stats,
             len(out) * groups,
             eps,
-            **_in_chunks(sizes, CHUNKS[0]),
+            **_in_chunks(sizes, programs),
             AFFINE0=affine[0] is not None,
             AFFINE1=affine[2] is not None,
             RELU=relu,
@@ -217,8 +219,9 @@ def launch_sum_backward(
 ) -> None:
     """`fusion._fuse_backward_kernel` of the same."""
     columns, sizes = _sizes(out, groups, 0)
+    programs = len(out) * groups // columns.block
     with on_device(out):
-        _uneven_sum_backward_kernel[(len(out) * groups // columns.block,)](
+        _uneven_sum_backward_kernel[(programs,)](
             *_lying(dout),
             *_lying(out),
             *_lying(raws[0]),
@@ -232,7 +235,7 @@ def launch_sum_backward(
             stats[0].numel(),
             sums,
             sums[0].numel(),
-            **_in_chunks(sizes, CHUNKS[1]),
+            **_in_chunks(sizes, programs),
             AFFINE0=scales[0] is not None,
             AFFINE1=scales[1] is not None,
             RELU=relu,
