@@ -75,15 +75,14 @@ OWN: dict[str, tuple[str, ...]] = {
     ),
 }
 # As that, with a refinement that takes no inverse and less time, rough while the rate is large and
-# more exact at the end, and a light penalty throughout (docs/results.md, section 6).
+# more exact at the end (docs/results.md, section 6).
 CANDIDATE: dict[str, tuple[str, ...]] = {
     "adaptive-jfb": (
         *("gradient=jfb", "gradient.refine=1"),
-        *("adapt.enabled=true", "adapt.forward_at_first=0.2", "adapt.forward=0.06"),
-        *("adapt.backward_at_first=0.85", "adapt.backward=0.5", "adapt.room=0.65"),
+        *("adapt.enabled=true", "adapt.forward_at_first=0.2", "adapt.forward=0.07"),
+        *("adapt.backward_at_first=0.95", "adapt.backward=0.5", "adapt.room=0.65"),
         *("adapt.steps=[3,4,5,6,7]", "adapt.refine=[0,1,2]"),
-        *("residual_weight=2", "residual_every=10"),
-        *("optimizer.lr=0.01", "epochs=31", "measure_every=40"),
+        *("optimizer.lr=0.01", "epochs=32", "measure_every=40"),
     ),
 }
 # Where 30 epochs were too few for the paper's accuracy (docs/results.md): pre-trained.  It is also
