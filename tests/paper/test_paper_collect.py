@@ -155,13 +155,17 @@ def test_a_run_tested_every_tenth_epoch_has_no_moments(partial):
     shown = {run.seed for label, run in table2.without_pretraining(reading.read_all(partial))
              if label == "Implicit"}  # fmt: skip
     assert shown == {0}
+    drawn = [run.seed for label, run in table2.drawn(reading.read_all(partial))
+             if label == "Implicit"]  # fmt: skip
+    assert drawn == [0]
     text = table2.moments_text(reading.read_all(partial))
     assert "≤" not in text  # the seed that is tested often passed it as well
     for name in ("npg-seed0", "jfb-seed0"):
         shutil.rmtree(partial / name, ignore_errors=True)
     make(partial, "jfb-seed0", 93.9, 210.0, test_every=10)
     told = row_of(table2.moments_text(reading.read_all(partial)), "JFB")
-    assert told[1:] == [reading.NOT_YET] * 3  # nothing is known of one that is tested often
+    assert all(text.endswith("(1 of 1 run, tested every 10 epochs)") for text in told[1:])
+    assert "JFB" in {label for label, _ in table2.drawn(reading.read_all(partial))}
     (late,) = (one.run for one in reading.read_all(partial) if one.planned.name == "jfb-seed0")
     line = ["JFB", 1, 92, None, None]  # a seed that is tested often, and never passed it
     assert table2._moment(92, [line], [], [late]).endswith("(1 of 2 runs, tested every 10 epochs)")

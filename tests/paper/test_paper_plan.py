@@ -19,7 +19,7 @@ def test_table_2_is_all_there():
     one = {(m, p, 0) for m in ("jfb", "npg") for p in (False, True)}
     assert made == three | one
     assert {r.row for r in in_group("table2")} == {
-        *plan.METHODS, *plan.OWN, *plan.CANDIDATE, *plan.LONGER,
+        *plan.METHODS, *plan.OWN, *plan.LONGER,
     }  # fmt: skip
 
 
@@ -35,7 +35,6 @@ def test_table_2_is_one_recipe_with_the_papers_steps():
         allowed = {"seed", "snapshots", "test_every"}
         if name.startswith(("adaptive", "gdeq-6steps")):  # ours, and told apart in the table
             allowed |= {"epochs", "optimizer.lr", "measure_every", "solver.max_iter", "solver.name"}
-            allowed |= {"residual_weight", "residual_every"}
         other = {key for key in changed if not key.startswith(("gradient.", "adapt."))}
         assert other <= allowed, name
 

@@ -13,7 +13,7 @@ from gdeq.bench.steps import Setup, Step, build, in_graph
 from gdeq.gradients import JFB
 
 SOLVER = ("_dots", "_judge", "_step", "_settle", "_weights_of", "_apply")
-NORMS = ("_norm", "_block_end", "_fuse", "group_norm", "groupnorm", "rowwisemoments")
+NORMS = ("_norm", "_uneven", "_block_end", "_fuse", "group_norm", "groupnorm", "rowwisemoments")
 CONVOLUTIONS = ("conv", "xmma", "cutlass", "gemm", "cudnn", "wgrad", "dgrad", "nvjet", "splitk")
 
 

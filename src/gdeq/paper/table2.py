@@ -184,11 +184,23 @@ def without_pretraining(made: Sequence[Made]) -> list[tuple[str, Run]]:
     ]  # fmt: skip
 
 
+def drawn(made: Sequence[Made]) -> list[tuple[str, Run]]:
+    """The same; of a row that has none, those that were tested less often."""
+    often = without_pretraining(made)
+    known = {label for label, _ in often}
+    seldom = [
+        (title(row), one.run)
+        for row, some in in_table(made).items()
+        for one in some
+        if one.run is not None and not one.planned.pretrain and one.run.epochs
+        and title(row) not in known
+    ]  # fmt: skip
+    return often + seldom
+
+
 def convergence(made: Sequence[Made]) -> Figure:
     """Accuracy against seconds of training, in which no test is counted."""
-    lines = tuple(
-        Line(label, run, curve(run, "seconds")) for label, run in without_pretraining(made)
-    )
+    lines = tuple(Line(label, run, curve(run, "seconds")) for label, run in drawn(made))
     longest = max((x for line in lines for x, _ in line.points), default=0.0)
     unit, name = time_unit(longest)
     return Figure(
@@ -236,7 +248,7 @@ def moments_text(made: Sequence[Made]) -> str:
             _moment(level, [line for line in own if line[2] == level], under_way, seldom)
             for level in LEVELS
         ]
-        lines.append([title(row), *(cells if own else [NOT_YET] * len(LEVELS))])
+        lines.append([title(row), *(cells if own or seldom else [NOT_YET] * len(LEVELS))])
     return "\n".join(
         [
             "# Convergence without pre-training\n",
