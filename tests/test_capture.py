@@ -268,6 +268,17 @@ def test_on_a_cpu_it_is_the_plain_step_with_one_warning():
         assert torch.equal(plain.step(x, y)["loss"], step(x, y)["loss"])
 
 
+def test_reset_tries_again():
+    """With inputs that can be recorded, say: on a CPU the reason comes again."""
+    step = gdeq.capture(lambda x: x + 1)
+    for _ in range(2):
+        with pytest.warns(gdeq.CaptureWarning, match="not on a CUDA device"):
+            step(torch.ones(2))
+        assert step.reason is not None
+        step.reset()
+        assert step.reason is None
+
+
 def test_it_takes_functions_of_tensors():
     with pytest.raises(TypeError, match="takes a function of tensors, got int"):
         gdeq.capture(3)

@@ -17,8 +17,8 @@ GPU = torch.device("cuda", 0)
 def pool(monkeypatch):
     numbers = itertools.cycle(range(1, streams.POOL + 1))
 
-    def take(_device, priority=0):
-        return SimpleNamespace(cuda_stream=next(numbers), priority=priority)
+    def take(_device):
+        return SimpleNamespace(cuda_stream=next(numbers))
 
     monkeypatch.setattr(torch.cuda, "Stream", take)
     monkeypatch.setattr(streams, "_families", {})

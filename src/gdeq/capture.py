@@ -18,9 +18,10 @@ GPU at running them.  A CUDA graph records them once and starts them all at once
 
 The recording repeats what the *device* did, with new inputs.  What Python did beside (counting,
 printing, choosing a learning rate) is not repeated: put it outside, and hand over what changes as
-tensors.  A forward solve by `Broyden` (all its memory, full steps) with a tolerance still ends when
-all samples are done; the other solvers, and those in the backward pass (`Implicit`,
-`GDEQ(tolerance=...)`), go on to their ``max_iter`` with the finished samples frozen.
+tensors.  A forward solve by `Broyden` (all its memory, full steps) or `Anderson` with a tolerance
+still ends when all samples are done (with Triton); the other solvers, and those in the backward
+pass (`Implicit`, `GDEQ(tolerance=...)`), go on to their ``max_iter`` with the finished samples
+frozen.
 """
 
 from __future__ import annotations
@@ -56,12 +57,16 @@ class Captured:
         functools.update_wrapper(self, step)
         self.step, self.warmup = step, warmup
         self.memory = Memory() if memory is None else memory
-        self.reason: str | None = None  # why there is no graph, once that is known
         self.recording_seconds = 0.0  # in which the device did nothing
         self.reset()
 
     def reset(self) -> None:
-        """Forget the recording: after a change of anything but the values of tensors."""
+        """Forget the recording: after a change of anything but the values of tensors.
+
+        Also why there was none: the next calls try again.
+        """
+        self.reason: str | None = None  # why there is no graph, once that is known
+        self._warned = False
         self.graph: Recording | None = None
         self.signature: list[Any] | None = None  # what must stay for the recording to be used
         self.inputs: tuple[Tensor, ...] = ()
@@ -113,7 +118,7 @@ class Captured:
         warnings.warn(f"{name} runs without a CUDA graph: {reason}", CaptureWarning, stacklevel=4)
 
     def _warn_once(self, message: str) -> None:
-        if not getattr(self, "_warned", False):
+        if not self._warned:
             self._warned = True
             warnings.warn(message, CaptureWarning, stacklevel=3)
 

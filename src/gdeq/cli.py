@@ -321,13 +321,27 @@ def report(
 @app.command()
 @plain_errors
 def bench(
-    size: Annotated[str | None, typer.Option(help="small, tiny or large.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Images in a batch.")] = None,
-    side: Annotated[int | None, typer.Option(min=4, help="Height and width of an image.")] = None,
+    size: Annotated[
+        str | None,
+        typer.Option(help="small, tiny or large.", show_default="large; small on a CPU"),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Images in a batch.", show_default="128; 64 on a CPU")
+    ] = None,
+    side: Annotated[
+        int | None,
+        typer.Option(min=4, help="Height and width of an image.", show_default="32; 8 on a CPU"),
+    ] = None,
     forward: Annotated[int, typer.Option(min=1, help="Broyden steps of the forward pass.")] = 18,
     backward: Annotated[int, typer.Option(min=1, help="Broyden steps of Implicit.")] = 20,
-    precision: Annotated[str | None, typer.Option(help="float32, tf32 or bf16, of ours.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Steps timed for each.")] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="float32, tf32 or bf16, of ours.", show_default="bf16; float32 on a CPU"),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps timed for each.", show_default="20; 10 on a CPU"),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     peers: Annotated[
         str | None,
@@ -336,7 +350,9 @@ def bench(
             show_default="all on a GPU, float32 on a CPU",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for step.json, kernels.txt.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for step.txt, step.json, on a GPU kernels.txt.")
+    ] = None,
 ) -> None:
     """Time one training step: the four gradients, torchdeq beside them, and where the time goes.
 

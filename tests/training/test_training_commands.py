@@ -390,12 +390,13 @@ def test_bench_times_every_gradient(gdeq, tmp_path):
     code, said = gdeq("bench", *few, "--peers", "float32", "--out", tmp_path / "bench")
     assert code == 0, said
     found = json.loads((tmp_path / "bench" / "step.json").read_text())
-    names = ["gdeq: gdeq", "gdeq: jfb", "gdeq: npg", "gdeq: implicit"]
+    names = [f"gdeq: {name}" for name in ("gdeq", "gdeq refine 1", "jfb", "npg", "implicit")]
     peers = ("implicit", "implicit by a hook", "jfb")
     names += [f"torchdeq: {peer}, float32" for peer in peers]
     assert [row["name"] for row in found["rows"]] == names
     assert all(name in said for name in names)
     assert all(row["ms"] > 0 for row in found["rows"])
+    assert (tmp_path / "bench" / "step.txt").read_text().strip() in said
     assert "GDEQ step ÷ (6 evaluations × f)" in said
     if not torch.cuda.is_available():
         assert "in a graph" not in said

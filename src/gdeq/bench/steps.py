@@ -1,9 +1,10 @@
 """Training steps to be timed: forward, loss, backward and optimiser, data on the device.
 
-A fixed number of Broyden steps, none stopping early (tol=0), makes a fair comparison.  Ours runs
-as in `gdeq train`: on a GPU with fused kernels and the whole step in one CUDA graph.  torchdeq gets
-the same modules as f, and is run as shipped, in eager PyTorch.  Neither has dropout, both have
-group norm throughout.
+A fixed number of Broyden steps, none stopping early (tol=0), makes a fair comparison.  Ours is run
+as `gdeq train` runs its steps: on a GPU with fused kernels and all in one CUDA graph.  torchdeq
+gets the same modules as f, and is run as shipped, in eager PyTorch: what its user has.  Neither has
+dropout, both have group norm throughout and SGD.  (The presets of `gdeq train` have batch norm in
+stem and head, dropout and Muon.)
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def caution(setup: Setup, peers: tuple[str, ...]) -> str | None:
 
 def run(
     setup: Setup,
-    names: tuple[str, ...] = ("gdeq", "jfb", "npg", "implicit"),
+    names: tuple[str, ...] = ("gdeq", "gdeq refine 1", "jfb", "npg", "implicit"),
     peers: tuple[str, ...] | None = None,
     out: Path | None = None,
     tell: Callable[[str], None] = print,
@@ -71,6 +71,7 @@ def run(
     """Every gradient, torchdeq where it is installed, and on a GPU where the time goes.
 
     peers: the precisions in which torchdeq is tried (as `read_peers` has them); its best counts.
+    out: the folder for what is told (`step.txt`), the numbers and the kernels of a step.
     """
     if peers is None:
         peers = read_peers(None, setup)
@@ -105,10 +106,19 @@ def _run(
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
     chip = torch.cuda.get_device_name(setup.device) if setup.cuda else "CPU"
-    tell(
+    told: list[str] = []
+
+    def note(line: str) -> None:
+        tell(line)
+        told.append(line)
+        if out is not None:
+            (out / "step.txt").write_text("\n".join(told) + "\n")
+
+    note(
         f"MDEQ-{setup.size.upper()}, batch {setup.batch} of {setup.side}×{setup.side}, "
         f"{count(setup.forward, 'Broyden step')} forward, {setup.backward} backward for Implicit, "
-        f"{setup.precision}{_kept(setup)}, {chip}, torch {torch.__version__}"
+        f"{setup.precision}{_kept(setup)}, group norm, no dropout, SGD; {chip}, "
+        f"torch {torch.__version__}"
     )
     found: dict[str, Any] = {"setup": asdict(setup), "device": chip, "rows": []}
 
@@ -119,12 +129,12 @@ def _run(
     def add(row: dict[str, Any]) -> None:
         found["rows"].append(row)
         peak = "" if row["peak_gib"] is None else f"   peak {row['peak_gib']:5.2f} GiB"
-        tell(f"  {row['name']:30s} {row['ms']:9.2f} ms{peak}")
+        note(f"  {row['name']:30s} {row['ms']:9.2f} ms{peak}")
         keep()
 
     makes = _makes(setup, names, peers)
     if peers and not torchdeq_is_there():
-        tell("  (torchdeq is not installed: pip install torchdeq to have it beside)")
+        note("  (torchdeq is not installed: pip install torchdeq==0.1.0 to have it beside)")
     if not setup.cuda:
         for row in measure_in_turns(setup, makes):
             add(row)
@@ -136,7 +146,7 @@ def _run(
             if not name.startswith("torchdeq"):
                 raise
             found.setdefault("failed", {})[name] = repr(problem)
-            tell(f"  {name:30s}    failed: {_first_line(problem)}")
+            note(f"  {name:30s}    failed: {_first_line(problem)}")
             continue
         add(row)
         if name == "gdeq: gdeq":
@@ -146,7 +156,7 @@ def _run(
     found["roofline"] = roofline(setup, found["cell"]["f"])
     keep()
     for line in lines(setup, found):
-        tell(line)
+        note(line)
     return found
 
 
@@ -212,8 +222,11 @@ def lines(setup: Setup, found: dict[str, Any]) -> list[str]:
     # with autograd is not among them.
     evaluations = setup.forward + (3 if setup.cuda else 4)
     told.append(
-        f"GDEQ step ÷ ({evaluations} evaluations × f): {mine / (evaluations * cell['f']):.2f}"
+        f"GDEQ step ÷ ({evaluations} evaluations × f): {mine / (evaluations * cell['f']):.3f}"
     )
+    reserved = rows["gdeq: gdeq"].get("reserved_gib")
+    if reserved is not None:
+        told.append(f"of the GDEQ step PyTorch's allocator holds {reserved:.2f} GiB")
     for name in ("gdeq: implicit", "gdeq: jfb", "gdeq: npg", "gdeq: gdeq refine 1"):
         if name in rows:
             told.append(f"{name[6:]:14s} {rows[name]['ms'] / mine:6.2f} × the GDEQ step")

@@ -255,7 +255,8 @@ def moments_text(made: Sequence[Made]) -> str:
             markdown(["Method", *(f"{level} %" for level in LEVELS)], lines),
             "Seconds of training, tests not counted, at the end of the first epoch that tested at "
             "the level or above; of the runs tested after every epoch, mean over their seeds.  "
-            "Under schedules of other lengths the moments are others.\n",
+            "Under schedules of other lengths, and with faster code, the moments are others; a row "
+            "may have runs of several codes.\n",
         ]
     )
 

@@ -3,7 +3,8 @@
 Every so many steps the loop hands over two means: the relative residual of the fixed point where
 the solver stopped, and the relative error of w that a refinement estimates by its last step.  (Not
 the residual of the adjoint equation: f of a trained model can be such that a better w has a larger
-one, docs/results.md.)  Each has a target and a ladder of costs:
+one, docs/results.md.  Only on a rung without a VJP, where nothing is estimated, it stands for it.)
+Each has a target and a ladder of costs:
 
 - above its target, one rung up at once, and one more for each further factor of two: more forward
   steps, or more VJPs;

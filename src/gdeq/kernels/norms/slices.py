@@ -51,6 +51,7 @@ class _Home:
 
     def __init__(self, shape: torch.Size, sizes: Sequence[int], given: Tensor | None) -> None:
         self.shape, self.sizes, self.given = shape, list(sizes), given
+        self.kept = False  # a gradient in what was given may be somebody's
         self.forget()
 
     def forget(self) -> None:
@@ -59,7 +60,8 @@ class _Home:
 
     def place(self, i: int, like: Tensor) -> Tensor:
         # Asked again: a pass before this one ended at the slices, and its gradients stay.
-        if i in self.taken and self.given is not None:
+        if self.given is not None and (self.kept or i in self.taken):
+            self.kept = True  # from then on they have memory of their own, and are copied
             return empty_like(like)
         if self.memory is None or i in self.taken:
             self.forget()
@@ -69,12 +71,12 @@ class _Home:
             self.given.record_stream(torch.cuda.current_stream(self.given.device))
         return self.memory.split(self.sizes, dim=1)[i]
 
-    def holds(self, gradients: Sequence[Tensor | None]) -> bool:
+    def holds(self, gradients: Sequence[Tensor]) -> bool:
         if self.memory is None:
             return False
         places = self.memory.split(self.sizes, dim=1)
         return all(
-            e is not None and e.data_ptr() == place.data_ptr() and e.stride() == place.stride()
+            e.data_ptr() == place.data_ptr() and e.stride() == place.stride()
             for e, place in zip(gradients, places, strict=True)
         )
 
