@@ -423,6 +423,30 @@ def test_gradients_of_slices_that_are_elsewhere(across, device):
     assert [s.shape[1] for s in norms.slices(x.detach(), (4, 6))] == [4, 6]
 
 
+def test_passes_that_overlap_leave_each_other_alone(device):
+    """Two more begin, by a hook, when the first has written one of its two gradients."""
+    x = channels_last(2, 10, 4, 4, device=device).requires_grad_()
+    one, two = norms.slices(2 * x, (4, 6), True)
+    outs = norm_act(one, 2, None, None), norm_act(two, 3, None, None)
+    directions = [torch.randn(2, c, 4, 4, device=device) for c in (4, 6)]
+    (expected,) = torch.autograd.grad(outs, x, directions, retain_graph=True)
+    inner = []
+
+    def meanwhile(_gradient):
+        if not inner:
+            inner.append(None)
+            for factor in (2.0, 3.0):
+                more = [factor * d for d in directions]
+                inner.append(torch.autograd.grad(outs, x, more, retain_graph=True)[0].clone())
+
+    for part in (one, two):
+        part.register_hook(meanwhile)
+    (found,) = torch.autograd.grad(outs, x, directions, retain_graph=True)
+    close(found, expected, 1e-6)
+    close(inner[1], 2 * expected, 1e-6)
+    close(inner[2], 3 * expected, 1e-6)
+
+
 def test_slices_have_second_derivatives(device):
     x = channels_last(1, 10, 2, 3, device=device).requires_grad_()
     results = []

@@ -137,7 +137,7 @@ def test_the_sum_of_two(sizes, dtype, kinds, relu, chunk, device, launches, monk
 
 def test_a_first_chunk_unlike_the_others(device, launches, monkeypatch):
     """The pivot is its mean: far from that of all, but not so far that digits are lost."""
-    monkeypatch.setattr(uneven, "CHUNKS", (256, 256))
+    monkeypatch.setattr(uneven, "CHUNKS", (512, 512))
     raws = [inside(56, (16, 16), torch.float16, device) for _ in range(2)]
     for raw in raws:
         raw.add_(1000)[:, :, 0] -= 2000
@@ -182,11 +182,53 @@ def test_what_is_left_to_the_others(device):
     assert not takes(made(56, size=(8, 6)), 4)
     assert not takes(made(56, size=(1, 1)), 4)  # less than a warp
     assert not takes(made(14), 2)  # never whole vectors
-    assert not takes(made(60)[:, 4:], 4)  # begins within one
+    assert not takes(made(64)[:, 4:60], 4)  # begins within one
+    assert not takes(made(36), 3)  # 12 channels a group: two fill vectors, and three are no pairs
+    assert not takes(made(120), 16, 8)  # zeros beside the last of two programs
+    shifted = torch.empty(3 * 4000, dtype=torch.bfloat16, device=device)
+    assert not takes(shifted.as_strided((3, 56, 8, 8), (64 * 56 + 4, 1, 448, 56)), 4)
+    assert not uneven.takes([made(56), made(56, size=(16, 16))], 4)
     assert not takes(made(57)[:, :56], 4)  # so do its pixels
-    assert not uneven.takes([made(56), made(60)[:, 4:]], 4)
+    assert not uneven.takes([made(56), made(64)[:, 4:60]], 4)
     assert not takes(made(480), 4)  # 120 channels a group: whole vectors
     assert not takes(made(240), 2)
     assert not takes(made(200), 2)  # more columns than are held
     assert uneven.takes_one([made(56)], 4, 0)
     assert not uneven.takes_one([made(56, size=(32, 32))], 4, 0)
+    assert uneven.takes_two([made(56, size=(32, 32))], 4)
+    assert not uneven.takes_two([made(56, size=(64, 64))], 4)  # too many chunks
+
+
+def test_other_resolutions_and_an_own_stream_go_to_the_others(device, launches):
+    raw = inside(56, (8, 8), torch.bfloat16, device)
+    low, own = (
+        inside(56, (4, 4), torch.bfloat16, device),
+        inside(56, (8, 8), torch.bfloat16, device),
+    )
+    raw.requires_grad_()
+    for first, sources in (
+        (None, [Source(raw, None, None), Source(low, None, None, 1)]),
+        (own, [Source(raw, None, None), Source(raw, None, None)]),
+    ):
+        y = fuse(first, sources, 4)
+        torch.autograd.grad(y, raw, torch.ones_like(y))
+    assert launches == []
+
+
+def test_a_mean_that_is_many_deviations(device, launches):
+    """Without the pivot the digits of the variance would be gone."""
+    raws = [2 * inside(56, (16, 16), torch.float32, device) + 1000 for _ in range(2)]
+    raws = [raw.half() for raw in raws]
+    y = fuse(None, [Source(raw, None, None) for raw in raws], 4, relu=False)
+    exact = sum(exact_norm(raw, 4, None, None) for raw in raws)
+    assert launches == ["launch_sum"]
+    close(y, exact, 2e-3)
+
+
+@pytest.mark.parametrize("value", [100.0, 3e4])
+def test_a_group_of_one_number_is_zeros(value, device, launches):
+    x = torch.full((3, 8, 8, 56), value, device=device).half().permute(0, 3, 1, 2)
+    assert bool((norm_act(x, 4, None, None) == 0).all())
+    y = fuse(None, [Source(x, None, None), Source(x, None, None)], 4, relu=False)
+    assert bool((y == 0).all())
+    assert launches == ["launch", "launch_sum"]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.functional import conv2d, pad
 
 from gdeq.models import convolution as module
@@ -183,3 +184,19 @@ def test_an_image_whose_gradient_is_asked_for():
     (found,) = torch.autograd.grad(conv(x).float().sum(), x)
     (expected,) = torch.autograd.grad(conv2d(x, conv.weight, padding=1).sum(), x)
     assert (found - expected).abs().max() <= 0.01 * expected.abs().max() + 1e-3
+
+
+@pytest.mark.parametrize("settings", [{"stride": 2}, {"padding": (1, 0)}, {"dilation": 2}])
+def test_other_convolutions_of_an_image_see_no_patches(settings):
+    conv = layers.Conv2d(3, 12, 3, **({"padding": 1} | settings), bias=False)
+    conv.ready = pad(conv.weight, (0, 0, 0, 0, 0, 5)).bfloat16()
+    assert not conv._sees_patches(torch.randn(2, 3, 6, 6))
+
+
+def test_forward_derivatives_of_an_image_see_no_patches():
+    conv = layers.conv(3, 12, 3)
+    conv.ready = pad(conv.weight, (0, 0, 0, 0, 0, 5)).bfloat16()
+    x = torch.randn(2, 3, 6, 6)
+    assert conv._sees_patches(x)
+    with forward_ad.dual_level():
+        assert not conv._sees_patches(forward_ad.make_dual(x, x))

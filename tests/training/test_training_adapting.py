@@ -83,7 +83,7 @@ def test_one_rung_up_at_each_look_above_the_target():
     ("residual", "steps"),
     [
         *[(0.02, 5), (0.021, 6), (0.04, 6), (0.05, 7), (0.5, 15), (1e30, 18)],
-        *[(math.inf, 18), (math.nan, 18)],
+        *[(1e308, 18), (math.inf, 18), (math.nan, 18)],
     ],
 )
 def test_more_rungs_at_once_far_above_the_target(residual, steps):

@@ -346,6 +346,10 @@ def test_recorded_on_a_gpu(scale):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_length_beyond_the_range_makes_no_update():
+    assert torch.equal(muon.orthogonalize(torch.full((1, 4, 6), 3.3e38)), torch.zeros(1, 4, 6))
+
+
 @pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-23, 1e-19, 1e-10, 1.0, 1e18, 1e25, 1e36])
 def test_gradients_of_any_size_are_made_orthogonal(size):
     """In float32, whose squares end at 1e-45 and 3e38."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from gdeq import kernels
@@ -86,8 +87,10 @@ class Conv2d(nn.Conv2d):
         assert self.ready is not None
         same = self.kernel_size[0] == self.kernel_size[1] == 2 * self.padding[0] + 1  # type: ignore[operator]
         same = same and self.padding[0] == self.padding[1] and self.stride == (1, 1)
+        same = same and self.dilation == (1, 1)
         vectors = self.ready.shape[1] == MULTIPLE and self.ready.dtype.itemsize * MULTIPLE == 16
-        return image_patches and same and vectors and not differentiates(x)
+        asked = differentiates(x) or forward_ad.unpack_dual(x).tangent is not None
+        return image_patches and same and vectors and not asked
 
 
 def patches(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:

@@ -147,9 +147,8 @@ class Ladder:
 
     def _rungs_up(self, residual: float) -> int:
         """An f that is about to lose its equilibrium does so within a few looks."""
-        if not math.isfinite(residual):
-            return len(self.rungs)
-        return max(1, math.ceil(math.log2(residual / self.target)))
+        times = residual / self.target
+        return max(1, math.ceil(math.log2(times))) if math.isfinite(times) else len(self.rungs)
 
     def look(self, residual: float) -> None:
         if self.above(residual):

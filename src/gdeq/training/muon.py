@@ -60,11 +60,13 @@ def orthogonalize(
 
 
 def lengths_of(matrices: list[Tensor]) -> Tensor:  # -> (n,)
-    """‖X‖_F of each, 1 for zeros.  In float64, where squares of float32 stay in the range."""
+    """‖X‖_F of each, 1 for zeros.  In float64, where squares of float32 stay in the range.
+
+    (Those of float64 itself may leave it; then a matrix as small, or as large, has no update.)
+    """
     lengths = torch.stack(torch._foreach_norm(matrices, 2.0, torch.float64))
     kept = torch.promote_types(matrices[0].dtype, torch.float32)
-    lengths = lengths.clamp(max=torch.finfo(kept).max).to(kept)  # a NaN stays one
-    return torch.where(lengths > 0, lengths, 1.0)
+    return torch.where(lengths > 0, lengths, 1.0).to(kept)
 
 
 @dataclass(frozen=True)

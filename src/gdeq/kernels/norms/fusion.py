@@ -156,7 +156,7 @@ class Fuse(Operation):
         own, *raws = maps
         like = raws[0] if own is None else own
         affine, affine_sample = affine_arguments(vectors)
-        if own is None and self.levels == (0, 0) and uneven.takes((*raws, out), self.groups):
+        if own is None and self.levels == (0, 0) and uneven.takes_two((*raws, out), self.groups):
             more = out, stats, self.eps, self.relu
             uneven.launch_sum(raws, self.groups, affine, affine_sample, *more)
             return
@@ -197,7 +197,7 @@ class Fuse(Operation):
         found = [gradient_like(raw) for raw in raws]
         scales, affine_sample = affine_arguments(vectors[::2])
         together = own is None and self.levels == (0, 0)
-        if together and uneven.takes((dout, out, *raws, *found), self.groups):
+        if together and uneven.takes_two((dout, out, *raws, *found), self.groups):
             more = affine_sample, stats, found, sums, self.relu
             uneven.launch_sum_backward(dout, out, raws, self.groups, scales, *more)
             return [None, *found]

@@ -43,6 +43,11 @@ def gradient_like(x: Tensor) -> Tensor:
     return empty_like(x) if home is None else home.place(i, x)
 
 
+def _this_pass() -> int:
+    """The number of the backward pass that runs here."""
+    return torch._C._current_graph_task_id()
+
+
 class _Home:
     """The memory for the gradients of one backward pass.
 
@@ -51,25 +56,34 @@ class _Home:
 
     def __init__(self, shape: torch.Size, sizes: Sequence[int], given: Tensor | None) -> None:
         self.shape, self.sizes, self.given = shape, list(sizes), given
-        self.kept = False  # a gradient in what was given may be somebody's
         self.forget()
 
     def forget(self) -> None:
         self.memory = self.given
         self.taken: set[int] = set()
+        self.owner: int | None = None  # the pass that has what was given
 
     def place(self, i: int, like: Tensor) -> Tensor:
-        # Asked again: a pass before this one ended at the slices, and its gradients stay.
-        if self.given is not None and (self.kept or i in self.taken):
-            self.kept = True  # from then on they have memory of their own, and are copied
-            return empty_like(like)
-        if self.memory is None or i in self.taken:
+        if self.given is not None:
+            # Not while another pass has it: one that is under way, or one that ended at the slices,
+            # whose gradients stay.
+            if self.owner not in (None, _this_pass()) or i in self.taken:
+                return empty_like(like)
+            self.owner = _this_pass()
+            if self.given.is_cuda:  # made on another stream, and not to be free before this one
+                self.given.record_stream(torch.cuda.current_stream(self.given.device))
+        elif self.memory is None or i in self.taken:
+            # Asked again: a pass before this one ended at the slices, and its gradients stay.
             self.forget()
             self.memory = empty_channels_last(self.shape, like.dtype, like.device)
+        assert self.memory is not None
         self.taken.add(i)
-        if self.given is not None and self.given.is_cuda:  # of another stream, and not free before
-            self.given.record_stream(torch.cuda.current_stream(self.given.device))
         return self.memory.split(self.sizes, dim=1)[i]
+
+    def passed(self) -> None:
+        """This pass has left the slices behind."""
+        if self.given is None or self.owner == _this_pass():
+            self.forget()
 
     def holds(self, gradients: Sequence[Tensor]) -> bool:
         if self.memory is None:
@@ -90,5 +104,5 @@ class _Slices(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         memory, whole = ctx.home.memory, ctx.home.holds(gradients)
-        ctx.home.forget()
+        ctx.home.passed()
         return (memory if whole else torch.cat(gradients, dim=1)), None

@@ -28,6 +28,7 @@ PER_THREAD = 32  # of these
 CHUNKS = (8192, 4096)
 FEW = 160  # programs
 MOST_COLUMNS = 64
+MOST_CHUNKS = 32  # of a sum: more of them are summed with more rounding (`_moments`)
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def takes(maps: Sequence[Tensor], groups: int, room: int = 0) -> bool:
     if not enabled or columns is None or pixels & (pixels - 1):
         return False
     whole = pixels * columns.columns >= 32 * VECTOR  # a vector for each thread of a warp
-    return whole and all(map(_in_vectors, maps))
+    alike = all(x.shape == maps[0].shape for x in maps)
+    return whole and alike and all(map(_in_vectors, maps))
 
 
 def takes_one(maps: Sequence[Tensor], groups: int, room: int) -> bool:
@@ -77,6 +79,14 @@ def takes_one(maps: Sequence[Tensor], groups: int, room: int) -> bool:
     columns = columns_of(channels - room, groups, room)
     fits = columns is not None and height * width * columns.columns <= HELD
     return fits and takes(maps, groups, room)
+
+
+def takes_two(maps: Sequence[Tensor], groups: int) -> bool:
+    """For `launch_sum` and `launch_sum_backward`."""
+    _, channels, height, width = maps[0].shape
+    columns = columns_of(channels, groups, 0)
+    few = columns is not None and height * width * columns.columns <= MOST_CHUNKS * min(CHUNKS)
+    return few and takes(maps, groups)
 
 
 def _sizes(like: Tensor, groups: int, room: int) -> tuple[Columns, dict[str, int]]:
@@ -298,6 +308,12 @@ def _over_groups(sums, group, BLOCK: tl.constexpr):
 
 
 @jit
+def _mean(sums, COUNT: tl.constexpr):
+    """Rounded as it should be: what is constant is zeros without it."""
+    return tl.div_rn(sums, tl.full(sums.shape, COUNT, tl.float32))
+
+
+@jit
 def _scale_and_shift(weight, bias, at, grouped, AFFINE: tl.constexpr):
     scale = tl.where(grouped, 1.0, 0.0)
     shift = tl.zeros_like(scale)
@@ -350,7 +366,7 @@ def _uneven_norm_kernel(
     x = _base(x, sample, x_sample, first, CPG, BLOCK)
     out = _base(out, sample, out_sample, first, CPG, BLOCK)
     tile = _read(x, x_pixel, pixel, column, inside, WIDTH, COLUMNS)
-    mean = _over_groups(tl.sum(tile, axis=0), group, BLOCK) * (1.0 / COUNT)
+    mean = _mean(_over_groups(tl.sum(tile, axis=0), group, BLOCK), COUNT)
     off = tile - mean[None, :]
     squares = _over_groups(tl.sum(off * off, axis=0), group, BLOCK)
     rho = inverse_deviation(squares, COUNT, eps)
@@ -410,8 +426,9 @@ def _uneven_norm_backward_kernel(
 def _moments(pivot, sums, squares, group, COUNT: tl.constexpr, BLOCK: tl.constexpr, eps):
     """Mean and ρ from Σ(x − pivot) and Σ(x − pivot)² of each column.
 
-    With the mean of a share p of the numbers as pivot, (mean − pivot)² is at most 1/p of the
-    variance: that much of its digits is lost at most.
+    With the mean of a share p of the numbers as pivot, here of the first of 1/p chunks,
+    (mean − pivot)² is at most 1/p of the variance: the difference below is of numbers 1/p as large
+    as itself.  The sums over chunks go in order, which is another 1/p of roundings at most.
     """
     delta = _over_groups(sums, group, BLOCK) * (1.0 / COUNT)
     around = _over_groups(squares, group, BLOCK) - COUNT * delta * delta
@@ -440,8 +457,8 @@ def _uneven_sum_kernel(
     x0 = _read(raw0, raw0_pixel, row, column, inside, WIDTH, COLUMNS)
     x1 = _read(raw1, raw1_pixel, row, column, inside, WIDTH, COLUMNS)
     sums0, sums1 = tl.split(tl.sum(tl.join(x0, x1), axis=0))
-    pivot0 = _over_groups(sums0, group, BLOCK) * (1.0 / (ROWS * CPG))
-    pivot1 = _over_groups(sums1, group, BLOCK) * (1.0 / (ROWS * CPG))
+    pivot0 = _mean(_over_groups(sums0, group, BLOCK), ROWS * CPG)
+    pivot1 = _mean(_over_groups(sums1, group, BLOCK), ROWS * CPG)
     off0, off1 = x0 - pivot0[None, :], x1 - pivot1[None, :]
     square0, square1 = off0 * off0, off1 * off1
     for start in range(ROWS, PIXELS, ROWS):
