@@ -12,7 +12,7 @@ import pytest
 from torch.nn.functional import group_norm
 
 from gdeq.kernels import available
-from gdeq.kernels.norms import Source, fuse, norm_act, uneven
+from gdeq.kernels.norms import Source, fuse, norm_act, uneven, uneven_sum
 from pairs import pairs
 
 # channels, groups, zeros beside, size
@@ -36,15 +36,17 @@ def kernels_run(device):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Of which kernels of `uneven`."""
+    """Of which kernels of `uneven` and `uneven_sum`."""
     found = []
 
     def counted(name, real, *args):
         found.append(name)
         return real(*args)
 
-    for name in ("launch", "launch_backward", "launch_sum", "launch_sum_backward"):
-        monkeypatch.setattr(uneven, name, partial(counted, name, getattr(uneven, name)))
+    for module, title in ((uneven, "launch"), (uneven_sum, "launch_sum")):
+        for name in ("launch", "launch_backward"):
+            told = title + name.removeprefix("launch")
+            monkeypatch.setattr(module, name, partial(counted, told, getattr(module, name)))
     return found
 
 
@@ -113,9 +115,9 @@ def test_one_norm(sizes, dtype, kind, relu, device, launches):
     ("sizes", "dtype", "kinds", "relu"),
     pairs(TWO, HALF, [("each", "each"), ("shared", "shared"), ("each", "none")], [False, True]),
 )
-@pytest.mark.parametrize("chunk", [uneven.CHUNKS[0], 256], ids=["large", "small"])
+@pytest.mark.parametrize("chunk", [uneven_sum.CHUNKS[0], 256], ids=["large", "small"])
 def test_the_sum_of_two(sizes, dtype, kinds, relu, chunk, device, launches, monkeypatch):
-    monkeypatch.setattr(uneven, "CHUNKS", (chunk, chunk))
+    monkeypatch.setattr(uneven_sum, "CHUNKS", (chunk, chunk))
     channels, groups, size = sizes
     raws = [inside(channels, size, dtype, device, 3.0).requires_grad_() for _ in range(2)]
     sources = [
@@ -137,7 +139,7 @@ def test_the_sum_of_two(sizes, dtype, kinds, relu, chunk, device, launches, monk
 
 def test_a_first_chunk_unlike_the_others(device, launches, monkeypatch):
     """The pivot is its mean: far from that of all, but not so far that digits are lost."""
-    monkeypatch.setattr(uneven, "CHUNKS", (512, 512))
+    monkeypatch.setattr(uneven_sum, "CHUNKS", (512, 512))
     raws = [inside(56, (16, 16), torch.float16, device) for _ in range(2)]
     for raw in raws:
         raw.add_(1000)[:, :, 0] -= 2000
@@ -195,8 +197,8 @@ def test_what_is_left_to_the_others(device):
     assert not takes(made(200), 2)  # more columns than are held
     assert uneven.takes_one([made(56)], 4, 0)
     assert not uneven.takes_one([made(56, size=(32, 32))], 4, 0)
-    assert uneven.takes_two([made(56, size=(32, 32))], 4)
-    assert not uneven.takes_two([made(56, size=(64, 64))], 4)  # too many chunks
+    assert uneven_sum.takes([made(56, size=(32, 32))], 4)
+    assert not uneven_sum.takes([made(56, size=(64, 64))], 4)  # too many chunks
 
 
 def test_other_resolutions_and_an_own_stream_go_to_the_others(device, launches):

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from gdeq.kernels.autograd import differentiates
 from gdeq.kernels.jit import jit, tl
-from gdeq.kernels.norms import fusion_whole, uneven
+from gdeq.kernels.norms import fusion_whole, uneven_sum
 from gdeq.kernels.norms.affine import Vector, affine_arguments
 from gdeq.kernels.norms.operation import Maps, Operation, Vectors
 from gdeq.kernels.norms.pieces import (
@@ -156,9 +156,9 @@ class Fuse(Operation):
         own, *raws = maps
         like = raws[0] if own is None else own
         affine, affine_sample = affine_arguments(vectors)
-        if own is None and self.levels == (0, 0) and uneven.takes_two((*raws, out), self.groups):
+        if own is None and self.levels == (0, 0) and uneven_sum.takes((*raws, out), self.groups):
             more = out, stats, self.eps, self.relu
-            uneven.launch_sum(raws, self.groups, affine, affine_sample, *more)
+            uneven_sum.launch(raws, self.groups, affine, affine_sample, *more)
             return
         each = [(*channels_last(raw), *affine[2 * i : 2 * i + 2]) for i, raw in enumerate(raws)]
         launch(
@@ -197,9 +197,9 @@ class Fuse(Operation):
         found = [gradient_like(raw) for raw in raws]
         scales, affine_sample = affine_arguments(vectors[::2])
         together = own is None and self.levels == (0, 0)
-        if together and uneven.takes_two((dout, out, *raws, *found), self.groups):
+        if together and uneven_sum.takes((dout, out, *raws, *found), self.groups):
             more = affine_sample, stats, found, sums, self.relu
-            uneven.launch_sum_backward(dout, out, raws, self.groups, scales, *more)
+            uneven_sum.launch_backward(dout, out, raws, self.groups, scales, *more)
             return [None, *found]
         each = [
             (*channels_last(raw), scale, *channels_last(draw))

@@ -16,19 +16,14 @@ from torch import Tensor
 
 from gdeq.kernels.choice import on_device
 from gdeq.kernels.jit import jit, tl
-from gdeq.kernels.norms.pieces import inverse_deviation, norm_gradient, normalise, rectify
+from gdeq.kernels.norms.pieces import inverse_deviation, norm_gradient, rectify
 from gdeq.kernels.norms.tensors import channels_last, pixel_strides
 
 enabled = True  # for comparisons
 VECTOR = 8  # numbers in 16 bytes; the kernels have it as a number
 HELD = 16384  # numbers that a program of one norm holds
 PER_THREAD = 32  # of these
-# Where two norms are added, numbers of a source that go by at once: as many as a program of 8 warps
-# has registers for, which fills an SM; where there are more programs than SMs, half of that.
-CHUNKS = (8192, 4096)
-FEW = 160  # programs
 MOST_COLUMNS = 64
-MOST_CHUNKS = 32  # of a sum: more of them are summed with more rounding (`_moments`)
 
 
 @dataclass(frozen=True)
@@ -81,15 +76,7 @@ def takes_one(maps: Sequence[Tensor], groups: int, room: int) -> bool:
     return fits and takes(maps, groups, room)
 
 
-def takes_two(maps: Sequence[Tensor], groups: int) -> bool:
-    """For `launch_sum` and `launch_sum_backward`."""
-    _, channels, height, width = maps[0].shape
-    columns = columns_of(channels, groups, 0)
-    few = columns is not None and height * width * columns.columns <= MOST_CHUNKS * min(CHUNKS)
-    return few and takes(maps, groups)
-
-
-def _sizes(like: Tensor, groups: int, room: int) -> tuple[Columns, dict[str, int]]:
+def sizes_of(like: Tensor, groups: int, room: int) -> tuple[Columns, dict[str, int]]:
     _, channels, height, width = like.shape
     columns = columns_of(channels - room, groups, room)
     assert columns is not None
@@ -103,13 +90,13 @@ def _sizes(like: Tensor, groups: int, room: int) -> tuple[Columns, dict[str, int
     }
 
 
-def _lying(x: Tensor) -> tuple[Tensor, int, int]:
+def lying(x: Tensor) -> tuple[Tensor, int, int]:
     """x and its strides in vectors."""
     x, sample, pixel = channels_last(x)
     return x, sample // VECTOR, pixel // VECTOR
 
 
-def _warps(numbers: int) -> int:
+def warps_of(numbers: int) -> int:
     return max(1, min(16, numbers // (32 * PER_THREAD)))
 
 
@@ -125,13 +112,13 @@ def launch(
     room: int,
 ) -> None:
     """`single._norm_kernel`."""
-    columns, sizes = _sizes(x, groups, room)
+    columns, sizes = sizes_of(x, groups, room)
     with on_device(x):
         _uneven_norm_kernel[(len(x) * groups // columns.block,)](
-            *_lying(x),
+            *lying(x),
             *affine,
             affine_sample,
-            *_lying(out),
+            *lying(out),
             stats,
             len(x) * groups,
             eps,
@@ -139,7 +126,7 @@ def launch(
             AFFINE=affine[0] is not None,
             RELU=relu,
             KEEP=stats is not None,
-            num_warps=_warps(sizes["PIXELS"] * columns.columns),
+            num_warps=warps_of(sizes["PIXELS"] * columns.columns),
         )
 
 
@@ -157,98 +144,23 @@ def launch_backward(
     room: int,
 ) -> None:
     """`single._norm_backward_kernel`."""
-    columns, sizes = _sizes(x, groups, room)
+    columns, sizes = sizes_of(x, groups, room)
     with on_device(x):
         _uneven_norm_backward_kernel[(len(x) * groups // columns.block,)](
-            *_lying(x),
-            *_lying(dy),
+            *lying(x),
+            *lying(dy),
             *affine,
             affine_sample,
             stats,
             stats[0].numel(),
-            *_lying(dx),
+            *lying(dx),
             sums,
             sums[0].numel(),
             **sizes,
             AFFINE=affine[0] is not None,
             RELU=relu,
             PARTIALS=partials,
-            num_warps=_warps(sizes["PIXELS"] * columns.columns),
-        )
-
-
-def _in_chunks(sizes: dict[str, int], programs: int) -> dict[str, int]:
-    chunk = CHUNKS[programs > FEW]
-    rows = max(1, min(sizes["PIXELS"], chunk // sizes["COLUMNS"]))
-    return {**sizes, "ROWS": rows, "num_warps": _warps(rows * sizes["COLUMNS"])}
-
-
-def launch_sum(
-    raws: Sequence[Tensor],
-    groups: int,
-    affine: Sequence[Any],
-    affine_sample: int,
-    out: Tensor,
-    stats: Tensor | None,
-    eps: float,
-    relu: bool,
-) -> None:
-    """`fusion._fuse_kernel` of two sources at the result's resolution."""
-    columns, sizes = _sizes(out, groups, 0)
-    programs = len(out) * groups // columns.block
-    with on_device(out):
-        _uneven_sum_kernel[(programs,)](
-            *_lying(raws[0]),
-            *affine[:2],
-            *_lying(raws[1]),
-            *affine[2:],
-            affine_sample,
-            *_lying(out),
-            stats,
-            len(out) * groups,
-            eps,
-            **_in_chunks(sizes, programs),
-            AFFINE0=affine[0] is not None,
-            AFFINE1=affine[2] is not None,
-            RELU=relu,
-            KEEP=stats is not None,
-        )
-
-
-def launch_sum_backward(
-    dout: Tensor,
-    out: Tensor,
-    raws: Sequence[Tensor],
-    groups: int,
-    scales: Sequence[Any],
-    affine_sample: int,
-    stats: Tensor,
-    draws: Sequence[Tensor],
-    sums: Tensor,
-    relu: bool,
-) -> None:
-    """`fusion._fuse_backward_kernel` of the same."""
-    columns, sizes = _sizes(out, groups, 0)
-    programs = len(out) * groups // columns.block
-    with on_device(out):
-        _uneven_sum_backward_kernel[(programs,)](
-            *_lying(dout),
-            *_lying(out),
-            *_lying(raws[0]),
-            scales[0],
-            *_lying(draws[0]),
-            *_lying(raws[1]),
-            scales[1],
-            *_lying(draws[1]),
-            affine_sample,
-            stats,
-            stats[0].numel(),
-            sums,
-            sums[0].numel(),
-            **_in_chunks(sizes, programs),
-            AFFINE0=scales[0] is not None,
-            AFFINE1=scales[1] is not None,
-            RELU=relu,
+            num_warps=warps_of(sizes["PIXELS"] * columns.columns),
         )
 
 
@@ -256,7 +168,7 @@ def launch_sum_backward(
 
 
 @jit
-def _place(
+def place(
     GROUPS: tl.constexpr, CPG: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -270,12 +182,12 @@ def _place(
 
 
 @jit
-def _base(x, sample, x_sample, first, CPG: tl.constexpr, BLOCK: tl.constexpr):
+def base(x, sample, x_sample, first, CPG: tl.constexpr, BLOCK: tl.constexpr):
     return x + sample * x_sample * 8 + (first // BLOCK) * (BLOCK * CPG)
 
 
 @jit
-def _read(
+def read(
     x, x_pixel, pixel, column, inside, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     where = x + pixel[:, None] * (x_pixel * 8) + column[None, :]
@@ -287,7 +199,7 @@ def _read(
 
 
 @jit
-def _write(
+def write(
     x, x_pixel, pixel, column, inside, value, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     where = x + pixel[:, None] * (x_pixel * 8) + column[None, :]
@@ -298,7 +210,7 @@ def _write(
 
 
 @jit
-def _over_groups(sums, group, BLOCK: tl.constexpr):
+def over_groups(sums, group, BLOCK: tl.constexpr):
     """Sums of columns to the sum of their group, in each of its columns; 0 in those of none."""
     found = tl.zeros_like(sums)
     for i in tl.static_range(BLOCK):
@@ -308,13 +220,13 @@ def _over_groups(sums, group, BLOCK: tl.constexpr):
 
 
 @jit
-def _mean(sums, COUNT: tl.constexpr):
+def mean_of(sums, COUNT: tl.constexpr):
     """Rounded as it should be: what is constant is zeros without it."""
     return tl.div_rn(sums, tl.full(sums.shape, COUNT, tl.float32))
 
 
 @jit
-def _scale_and_shift(weight, bias, at, grouped, AFFINE: tl.constexpr):
+def scale_and_shift(weight, bias, at, grouped, AFFINE: tl.constexpr):
     scale = tl.where(grouped, 1.0, 0.0)
     shift = tl.zeros_like(scale)
     if AFFINE:
@@ -324,22 +236,14 @@ def _scale_and_shift(weight, bias, at, grouped, AFFINE: tl.constexpr):
 
 
 @jit
-def _scale(weight, at, grouped, AFFINE: tl.constexpr):
-    scale = tl.where(grouped, 1.0, 0.0)
-    if AFFINE:
-        scale = tl.load(weight + at, mask=grouped, other=0.0).to(tl.float32)
-    return scale
-
-
-@jit
-def _keep(stats, plane, at, mean, rho, column, grouped, CPG: tl.constexpr):
+def keep(stats, plane, at, mean, rho, column, grouped, CPG: tl.constexpr):
     first = grouped & (column % CPG == 0)
     tl.store(stats + at, mean, mask=first)
     tl.store(stats + plane + at, rho, mask=first)
 
 
 @jit
-def _kept(stats, plane, at, grouped):
+def kept(stats, plane, at, grouped):
     mean = tl.load(stats + at, mask=grouped, other=0.0)
     rho = tl.load(stats + plane + at, mask=grouped, other=0.0)
     return mean, rho
@@ -360,25 +264,25 @@ def _uneven_norm_kernel(
     AFFINE: tl.constexpr, RELU: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     COUNT: tl.constexpr = PIXELS * CPG
-    sample, first, column, group, inside = _place(GROUPS, CPG, BLOCK, WIDTH, COLUMNS)
+    sample, first, column, group, inside = place(GROUPS, CPG, BLOCK, WIDTH, COLUMNS)
     grouped = group < BLOCK
     pixel = tl.arange(0, PIXELS)
-    x = _base(x, sample, x_sample, first, CPG, BLOCK)
-    out = _base(out, sample, out_sample, first, CPG, BLOCK)
-    tile = _read(x, x_pixel, pixel, column, inside, WIDTH, COLUMNS)
-    mean = _mean(_over_groups(tl.sum(tile, axis=0), group, BLOCK), COUNT)
+    x = base(x, sample, x_sample, first, CPG, BLOCK)
+    out = base(out, sample, out_sample, first, CPG, BLOCK)
+    tile = read(x, x_pixel, pixel, column, inside, WIDTH, COLUMNS)
+    mean = mean_of(over_groups(tl.sum(tile, axis=0), group, BLOCK), COUNT)
     off = tile - mean[None, :]
-    squares = _over_groups(tl.sum(off * off, axis=0), group, BLOCK)
+    squares = over_groups(tl.sum(off * off, axis=0), group, BLOCK)
     rho = inverse_deviation(squares, COUNT, eps)
     if KEEP:
-        _keep(stats, plane, sample * GROUPS + first + group, mean, rho, column, grouped, CPG)
+        keep(stats, plane, sample * GROUPS + first + group, mean, rho, column, grouped, CPG)
     at = sample * affine_sample + first * CPG + column
-    scale, shift = _scale_and_shift(weight, bias, at, grouped, AFFINE)
+    scale, shift = scale_and_shift(weight, bias, at, grouped, AFFINE)
     y = off * (rho * scale)[None, :] + shift[None, :]
     if RELU:
         y = rectify(y)
     y = tl.where(grouped[None, :], y, 0.0)
-    _write(out, out_pixel, pixel, column, inside, y, WIDTH, COLUMNS)
+    write(out, out_pixel, pixel, column, inside, y, WIDTH, COLUMNS)
 
 
 @jit
@@ -393,17 +297,17 @@ def _uneven_norm_backward_kernel(
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     AFFINE: tl.constexpr, RELU: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
-    sample, first, column, group, inside = _place(GROUPS, CPG, BLOCK, WIDTH, COLUMNS)
+    sample, first, column, group, inside = place(GROUPS, CPG, BLOCK, WIDTH, COLUMNS)
     grouped = group < BLOCK
     pixel = tl.arange(0, PIXELS)
-    x = _base(x, sample, x_sample, first, CPG, BLOCK)
-    dy = _base(dy, sample, dy_sample, first, CPG, BLOCK)
-    dx = _base(dx, sample, dx_sample, first, CPG, BLOCK)
-    unit = _read(x, x_pixel, pixel, column, inside, WIDTH, COLUMNS)
-    g = _read(dy, dy_pixel, pixel, column, inside, WIDTH, COLUMNS)
-    mean, rho = _kept(stats, plane, sample * GROUPS + first + group, grouped)
+    x = base(x, sample, x_sample, first, CPG, BLOCK)
+    dy = base(dy, sample, dy_sample, first, CPG, BLOCK)
+    dx = base(dx, sample, dx_sample, first, CPG, BLOCK)
+    unit = read(x, x_pixel, pixel, column, inside, WIDTH, COLUMNS)
+    g = read(dy, dy_pixel, pixel, column, inside, WIDTH, COLUMNS)
+    mean, rho = kept(stats, plane, sample * GROUPS + first + group, grouped)
     at = sample * affine_sample + first * CPG + column
-    scale, shift = _scale_and_shift(weight, bias, at, grouped, AFFINE)
+    scale, shift = scale_and_shift(weight, bias, at, grouped, AFFINE)
     unit = (unit - mean[None, :]) * rho[None, :]
     if RELU:
         g = tl.where(unit * scale[None, :] + shift[None, :] > 0, g, 0.0)
@@ -412,160 +316,8 @@ def _uneven_norm_backward_kernel(
         into = sums + sample * (GROUPS * CPG) + first * CPG + column
         tl.store(into, dweight, mask=grouped)
         tl.store(into + sums_plane, dbias, mask=grouped)
-    along_unit = _over_groups(dweight * scale, group, BLOCK) * (1.0 / (PIXELS * CPG))
-    along_one = _over_groups(dbias * scale, group, BLOCK) * (1.0 / (PIXELS * CPG))
+    along_unit = over_groups(dweight * scale, group, BLOCK) * (1.0 / (PIXELS * CPG))
+    along_one = over_groups(dbias * scale, group, BLOCK) * (1.0 / (PIXELS * CPG))
     g = norm_gradient(g, unit, scale, rho, along_one, along_unit)
     g = tl.where(grouped[None, :], g, 0.0)
-    _write(dx, dx_pixel, pixel, column, inside, g, WIDTH, COLUMNS)
-
-
-# ---- the sum of two
-
-
-@jit
-def _moments(pivot, sums, squares, group, COUNT: tl.constexpr, BLOCK: tl.constexpr, eps):
-    """Mean and ρ from Σ(x − pivot) and Σ(x − pivot)² of each column.
-
-    With the mean of a share p of the numbers as pivot, here of the first of 1/p chunks,
-    (mean − pivot)² is at most 1/p of the variance: the difference below is of numbers 1/p as large
-    as itself.  The sums over chunks go in order, which is another 1/p of roundings at most.
-    """
-    delta = _over_groups(sums, group, BLOCK) * (1.0 / COUNT)
-    around = _over_groups(squares, group, BLOCK) - COUNT * delta * delta
-    return pivot + delta, inverse_deviation(tl.where(around < 0, 0.0, around), COUNT, eps)
-
-
-@jit
-def _uneven_sum_kernel(
-    raw0, raw0_sample, raw0_pixel, weight0, bias0,
-    raw1, raw1_sample, raw1_pixel, weight1, bias1,
-    affine_sample,
-    out, out_sample, out_pixel,
-    stats, plane,
-    eps,
-    PIXELS: tl.constexpr, GROUPS: tl.constexpr, CPG: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    AFFINE0: tl.constexpr, AFFINE1: tl.constexpr, RELU: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    COUNT: tl.constexpr = PIXELS * CPG
-    sample, first, column, group, inside = _place(GROUPS, CPG, BLOCK, WIDTH, COLUMNS)
-    grouped = group < BLOCK
-    row = tl.arange(0, ROWS)
-    raw0 = _base(raw0, sample, raw0_sample, first, CPG, BLOCK)
-    raw1 = _base(raw1, sample, raw1_sample, first, CPG, BLOCK)
-    out = _base(out, sample, out_sample, first, CPG, BLOCK)
-    x0 = _read(raw0, raw0_pixel, row, column, inside, WIDTH, COLUMNS)
-    x1 = _read(raw1, raw1_pixel, row, column, inside, WIDTH, COLUMNS)
-    sums0, sums1 = tl.split(tl.sum(tl.join(x0, x1), axis=0))
-    pivot0 = _mean(_over_groups(sums0, group, BLOCK), ROWS * CPG)
-    pivot1 = _mean(_over_groups(sums1, group, BLOCK), ROWS * CPG)
-    off0, off1 = x0 - pivot0[None, :], x1 - pivot1[None, :]
-    square0, square1 = off0 * off0, off1 * off1
-    for start in range(ROWS, PIXELS, ROWS):
-        x0 = _read(raw0, raw0_pixel, start + row, column, inside, WIDTH, COLUMNS)
-        x1 = _read(raw1, raw1_pixel, start + row, column, inside, WIDTH, COLUMNS)
-        x0, x1 = x0 - pivot0[None, :], x1 - pivot1[None, :]
-        off0 += x0
-        off1 += x1
-        square0 += x0 * x0
-        square1 += x1 * x1
-    sums0, sums1 = tl.split(tl.sum(tl.join(off0, off1), axis=0))
-    squares0, squares1 = tl.split(tl.sum(tl.join(square0, square1), axis=0))
-    mean0, rho0 = _moments(pivot0, sums0, squares0, group, COUNT, BLOCK, eps)
-    mean1, rho1 = _moments(pivot1, sums1, squares1, group, COUNT, BLOCK, eps)
-    if KEEP:
-        at = sample * GROUPS + first + group
-        _keep(stats, plane, at, mean0, rho0, column, grouped, CPG)
-        _keep(stats + 2 * plane, plane, at, mean1, rho1, column, grouped, CPG)
-    at = sample * affine_sample + first * CPG + column
-    scale0, shift0 = _scale_and_shift(weight0, bias0, at, grouped, AFFINE0)
-    scale1, shift1 = _scale_and_shift(weight1, bias1, at, grouped, AFFINE1)
-    for start in range(0, PIXELS, ROWS):
-        x0 = _read(raw0, raw0_pixel, start + row, column, inside, WIDTH, COLUMNS)
-        x1 = _read(raw1, raw1_pixel, start + row, column, inside, WIDTH, COLUMNS)
-        y = normalise(x0, mean0, rho0, scale0, shift0) + normalise(x1, mean1, rho1, scale1, shift1)
-        if RELU:
-            y = rectify(y)
-        _write(out, out_pixel, start + row, column, inside, y, WIDTH, COLUMNS)
-
-
-@jit
-def _cotangent(
-    dout, dout_pixel, out, out_pixel, pixel, column, inside,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, RELU: tl.constexpr,
-):  # fmt: skip
-    g = _read(dout, dout_pixel, pixel, column, inside, WIDTH, COLUMNS)
-    if RELU:
-        y = _read(out, out_pixel, pixel, column, inside, WIDTH, COLUMNS)
-        g = tl.where(y > 0, g, 0.0)
-    return g
-
-
-@jit
-def _uneven_sum_backward_kernel(
-    dout, dout_sample, dout_pixel,
-    out, out_sample, out_pixel,
-    raw0, raw0_sample, raw0_pixel, weight0, draw0, draw0_sample, draw0_pixel,
-    raw1, raw1_sample, raw1_pixel, weight1, draw1, draw1_sample, draw1_pixel,
-    affine_sample,
-    stats, plane,
-    sums, sums_plane,
-    PIXELS: tl.constexpr, GROUPS: tl.constexpr, CPG: tl.constexpr,
-    BLOCK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-    AFFINE0: tl.constexpr, AFFINE1: tl.constexpr, RELU: tl.constexpr,
-):  # fmt: skip
-    SHARE: tl.constexpr = 1.0 / (PIXELS * CPG)
-    sample, first, column, group, inside = _place(GROUPS, CPG, BLOCK, WIDTH, COLUMNS)
-    grouped = group < BLOCK
-    row = tl.arange(0, ROWS)
-    dout = _base(dout, sample, dout_sample, first, CPG, BLOCK)
-    out = _base(out, sample, out_sample, first, CPG, BLOCK)
-    raw0 = _base(raw0, sample, raw0_sample, first, CPG, BLOCK)
-    raw1 = _base(raw1, sample, raw1_sample, first, CPG, BLOCK)
-    draw0 = _base(draw0, sample, draw0_sample, first, CPG, BLOCK)
-    draw1 = _base(draw1, sample, draw1_sample, first, CPG, BLOCK)
-    at = sample * GROUPS + first + group
-    mean0, rho0 = _kept(stats, plane, at, grouped)
-    mean1, rho1 = _kept(stats + 2 * plane, plane, at, grouped)
-    at = sample * affine_sample + first * CPG + column
-    scale0 = _scale(weight0, at, grouped, AFFINE0)
-    scale1 = _scale(weight1, at, grouped, AFFINE1)
-    of_one = tl.zeros((ROWS, COLUMNS), tl.float32)
-    of_unit0 = tl.zeros((ROWS, COLUMNS), tl.float32)
-    of_unit1 = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, PIXELS, ROWS):
-        pixel = start + row
-        g = _cotangent(
-            dout, dout_pixel, out, out_pixel, pixel, column, inside, WIDTH, COLUMNS, RELU
-        )
-        x0 = _read(raw0, raw0_pixel, pixel, column, inside, WIDTH, COLUMNS)
-        x1 = _read(raw1, raw1_pixel, pixel, column, inside, WIDTH, COLUMNS)
-        of_one += g
-        of_unit0 += g * ((x0 - mean0[None, :]) * rho0[None, :])
-        of_unit1 += g * ((x1 - mean1[None, :]) * rho1[None, :])
-    dbias = tl.sum(of_one, axis=0)
-    dweight0, dweight1 = tl.split(tl.sum(tl.join(of_unit0, of_unit1), axis=0))
-    into = sums + sample * (GROUPS * CPG) + first * CPG + column
-    if AFFINE0:
-        tl.store(into, dweight0, mask=grouped)
-        tl.store(into + sums_plane, dbias, mask=grouped)
-    if AFFINE1:
-        tl.store(into + 2 * sums_plane, dweight1, mask=grouped)
-        tl.store(into + 3 * sums_plane, dbias, mask=grouped)
-    one0 = _over_groups(dbias * scale0, group, BLOCK) * SHARE
-    one1 = _over_groups(dbias * scale1, group, BLOCK) * SHARE
-    along0 = _over_groups(dweight0 * scale0, group, BLOCK) * SHARE
-    along1 = _over_groups(dweight1 * scale1, group, BLOCK) * SHARE
-    for start in range(0, PIXELS, ROWS):
-        pixel = start + row
-        g = _cotangent(
-            dout, dout_pixel, out, out_pixel, pixel, column, inside, WIDTH, COLUMNS, RELU
-        )
-        x0 = _read(raw0, raw0_pixel, pixel, column, inside, WIDTH, COLUMNS)
-        unit = (x0 - mean0[None, :]) * rho0[None, :]
-        dx = norm_gradient(g, unit, scale0, rho0, one0, along0)
-        _write(draw0, draw0_pixel, pixel, column, inside, dx, WIDTH, COLUMNS)
-        x1 = _read(raw1, raw1_pixel, pixel, column, inside, WIDTH, COLUMNS)
-        unit = (x1 - mean1[None, :]) * rho1[None, :]
-        dx = norm_gradient(g, unit, scale1, rho1, one1, along1)
-        _write(draw1, draw1_pixel, pixel, column, inside, dx, WIDTH, COLUMNS)
+    write(dx, dx_pixel, pixel, column, inside, g, WIDTH, COLUMNS)
