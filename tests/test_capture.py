@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
 import warnings
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 import gdeq
+from gdeq.capture import Captured
 from gdeq.recording import Memory, Repeated, Stage
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -240,6 +243,70 @@ def test_a_failed_recording_leaves_everything_usable():
     found = [again(x) for _ in range(4)]
     assert again.graph is not None
     assert not torch.equal(found[2], found[3])
+
+
+@cuda
+def test_a_way_that_another_has_gone_is_recorded_at_once():
+    device = torch.device("cuda")
+    plain, graph = Training(device, gdeq.GDEQ()), Training(device, gdeq.GDEQ())
+    plain_step, first = plain.step, gdeq.capture(graph.step, warmup=2, memory=Memory())
+    data = list(batches(device, 8))
+    for x, y in data[:4]:
+        plain_step(x, y), first(x, y)
+    other = gdeq.Broyden(7, 0.0)
+    plain.model[1].solver = graph.model[1].solver = other
+    step = Captured(graph.step, 0, first.memory)
+    for x, y in data[4:]:
+        expected, found = plain_step(x, y), step(x, y)
+        assert step.graph is not None
+        torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fails", "made"),
+    [
+        ((), ["recorded", "played", "played", "played"]),
+        ((1,), ["recorded", "as it is", "recorded", "played", "played"]),
+        ((1, 2), ["recorded", "as it is", "recorded", "plain", "plain"]),
+    ],
+)
+def test_a_try_without_a_step_before_it_is_made_again_after_one(fails, made, monkeypatch):
+    """Graphs are stood for: which calls are recorded, played, and made as they are."""
+    log, tries = [], []
+
+    def step(x):
+        log.append("plain")
+        return x
+
+    class Recording:
+        def __init__(self, memory):
+            pass
+
+        @contextlib.contextmanager
+        def record(self):
+            tries.append(1)
+            yield
+            log[-1] = "recorded"
+            if len(tries) in fails:
+                raise RuntimeError("a kernel was compiled")
+
+        def replay(self):
+            log.append("played")
+
+    module = sys.modules[Captured.__module__]
+    monkeypatch.setattr(module, "Recording", Recording)
+    monkeypatch.setattr(module, "_forget_failed_capture", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    captured = Captured(step, 0, Memory())
+    monkeypatch.setattr(captured, "_beside", lambda inputs, listen: log.append("as it is"))
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            call = captured._on_device if captured.reason is None else captured
+            call(torch.ones(2))
+    assert log == made
+    gave_up = [w for w in heard if "could not be recorded" in str(w.message)]
+    assert len(gave_up) == (len(fails) == 2) == bool(captured.reason)
 
 
 @cuda

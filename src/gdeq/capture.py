@@ -51,7 +51,10 @@ class CaptureWarning(UserWarning):
 
 
 class Captured:
-    """A step that records itself; see `capture`."""
+    """A step that records itself; see `capture`.
+
+    warmup: 0 where such a step, of the same kernels, has been made in this process.
+    """
 
     def __init__(self, step: Callable[..., Any], warmup: int, memory: Memory | None) -> None:
         functools.update_wrapper(self, step)
@@ -95,7 +98,8 @@ class Captured:
         if self.calls <= self.warmup:
             return self._beside(inputs, listen=self.calls == self.warmup)
         if self.graph is None and not self._record(inputs):
-            return self.step(*inputs)
+            # Without a reason: the try had no step before it, and is made again after this one.
+            return self.step(*inputs) if self.reason else self._beside(inputs, listen=True)
         assert self.graph is not None
         for place, value in zip(self.inputs, inputs, strict=True):
             place.copy_(value, non_blocking=True)
@@ -169,6 +173,9 @@ class Captured:
                 self.outputs = self.step(*self.inputs)
         except Exception as problem:
             _forget_failed_capture()
+            if not self.warmup:
+                self.warmup = self.calls
+                return False
             first = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
             self._give_up(f"it could not be recorded ({first}).  {ADVICE}")
             return False

@@ -143,7 +143,7 @@ def test_convergence(collected):
     first = next(e for e in epochs if e["test_accuracy"] >= 92)
     assert (float(one["seconds"]), int(one["epoch"])) == (first["seconds"], first["epoch"])
     text = (out / "convergence.md").read_text()
-    assert "50 epochs" not in text  # planned with pre-training alone
+    assert row_of(text, "GDEQ, 50 epochs")[1:] == [reading.NOT_YET] * 3
     unfinished = "not reached (unfinished: epoch 3 of 12)"
     assert row_of(text, "JFB")[2:] == [unfinished] * 2
     assert row_of(text, "NPG")[1:] == [reading.NOT_YET] * 3
@@ -274,12 +274,12 @@ def test_the_page_comes_too(collected):
 
 def test_the_record_has_a_page_of_its_own(tmp_path):
     make(tmp_path, "npg-seed0", 91.0, epochs=2)
-    make(tmp_path, "record", 95.0, epochs=4)
+    make(tmp_path, "record-adaptive", 95.0, epochs=4)
     collecting.collect(tmp_path)
     pages = [(tmp_path / name / "runs.csv").read_text() for name in ("report", "report-record")]
     assert ["npg-seed0" in page for page in pages] == [True, False]
-    assert ["record" in page for page in pages] == [False, True]
-    assert row_of((tmp_path / "record.md").read_text(), "record")[3] == "95.00"
+    assert ["record-adaptive" in page for page in pages] == [False, True]
+    assert row_of((tmp_path / "record.md").read_text(), "record-adaptive")[3] == "95.00"
 
 
 def test_one_run_is_enough(gdeq, tmp_path):
@@ -297,9 +297,9 @@ def test_one_run_is_enough(gdeq, tmp_path):
 
 def test_record_and_sprint(partial):
     text = table2.records_text(reading.read_all(partial))
-    assert row_of(text, "record")[1] == reading.NOT_YET
-    make(partial, "record", 95.6, 720.0)
-    row = row_of(table2.records_text(reading.read_all(partial)), "record")
+    assert row_of(text, "record-adaptive")[1] == reading.NOT_YET
+    make(partial, "record-adaptive", 95.6, 720.0)
+    row = row_of(table2.records_text(reading.read_all(partial)), "record-adaptive")
     assert row[1:5] == ["finished", "12", "95.60", "12.0"]
     assert row[5].endswith(" s")
 

@@ -5,7 +5,7 @@ from paper_runs import SETTINGS
 
 from gdeq.paper import plan
 from gdeq.report.methods import label
-from gdeq.training.config import ConfigError, differences
+from gdeq.training.config import ConfigError, differences, load
 from gdeq.training.similarity import methods_for
 
 
@@ -34,7 +34,11 @@ def test_table_2_is_one_recipe_with_the_papers_steps():
         changed = {text.partition(":")[0] for text in differences(base, config)}
         allowed = {"seed", "snapshots", "test_every"}
         if name.startswith(("adaptive", "gdeq-6steps")):  # ours, and told apart in the table
-            allowed |= {"epochs", "optimizer.lr", "measure_every", "solver.max_iter", "solver.name"}
+            allowed |= {"epochs", "optimizer.lr", "measure_every", "solver.max_iter"}
+        if name.startswith(("adaptive", "implicit-dropout")):
+            allowed |= {"model.dropout", "optimizer.lr"}
+        if name.startswith("gdeq-50epochs"):
+            allowed |= {"epochs"}
         other = {key for key in changed if not key.startswith(("gradient.", "adapt."))}
         assert other <= allowed, name
 
@@ -69,7 +73,27 @@ def test_a_run_whose_gradients_are_compared_is_named_by_its_method(few_images):
 def test_one_run_is_compared_at_all_the_epochs_of_the_papers_figure(few_images):
     long = ["data=digits", "model.size=small", "batch_size=4"]
     kept = {run.name: run.config(long).snapshots for run in in_group("table2")}
-    assert kept["gdeq-50epochs-pretrained-seed0"] == (1, 10, 20, 50)
+    assert kept["gdeq-50epochs-seed0"] == (1, 10, 20, 50)
+
+
+def test_the_control_of_the_adaptive_row_differs_from_implicit_by_its_dropout_and_rate():
+    control, implicit, adaptive = (
+        plan.chosen([f"{row}-seed0"])[0].config()
+        for row in ("implicit-dropout", "implicit", "adaptive")
+    )
+    told = {text.partition(":")[0] for text in differences(implicit, control)}
+    assert told == {"model.dropout", "optimizer.lr", "snapshots"}
+    assert control.model == adaptive.model
+    assert control.optimizer == adaptive.optimizer
+
+
+def test_the_preset_is_the_adaptive_row():
+    row, preset = plan.chosen(["adaptive-seed0"])[0].config(), load("cifar10-adaptive")
+    told = {text.partition(":")[0] for text in differences(row, preset)}
+    # Of a solver whose steps are not read, and what is told and kept on the way.
+    assert told <= {"solver.max_iter", "log_every", "checkpoint_seconds", "snapshots"} | {
+        *("gradient.max_iter", "gradient.tol")
+    }
 
 
 def test_what_tells_most_comes_first():
@@ -93,8 +117,9 @@ def test_settings_for_all_have_the_last_word(few_images):
 
 def test_chosen_by_name_pattern_and_group():
     assert [r.name for r in plan.chosen(["jfb-*", "sprint"])] == [
-        *("jfb-seed0", "jfb-pretrained-seed0", "sprint")
+        *("jfb-seed0", "jfb-pretrained-seed0", "sprint-adaptive", "sprint-6steps")
     ]
+    assert [r.name for r in plan.chosen(["sprint-6steps"])] == ["sprint-6steps"]
     assert {r.group for r in plan.chosen(["steps"])} == {"steps"}
     assert plan.chosen() == plan.make_plan()
     with pytest.raises(ConfigError, match=r"no run is called 'gdeg-\*'.*table2"):

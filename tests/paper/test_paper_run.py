@@ -187,7 +187,7 @@ def test_what_cannot_end_is_not_begun_but_the_next_may_be(gdeq, tmp_path, monkey
     out = tmp_path / "out"
     runs.train(out / "gdeq-seed1", plan.chosen(["gdeq-seed1"])[0].config(SETTINGS))
     (out / "gdeq-seed1" / "summary.json").unlink()
-    names = ("jfb-seed0", "npg-seed0", "gdeq-seed1", "record-held")
+    names = ("jfb-seed0", "npg-seed0", "gdeq-seed1", "record-7steps")
     code, said = gdeq(
         *("paper", "run", "--out", out, *only(*names), "--minutes", "60"),
         *SMALL,
@@ -213,7 +213,7 @@ def test_time_is_estimated_from_finished_runs_and_by_trying(tmp_path, monkeypatc
     other = plan.chosen(["npg-seed0"])[0].config(SETTINGS)
     assert estimates.known(other) is None
     assert estimates.at_most(other) is None  # which has more to do in a step than what is known
-    estimates.probed[timing.kind(other)] = (timing.Speed(50 * pace, pace, 0.0), 3)
+    estimates.probed[timing.kind_of(other)] = (timing.Speed(50 * pace, pace, 0.0), 3)
     slowest = 2 * 50 * pace * timing.EVALUATION + timing.START + timing.COMPILATION
     assert estimates.at_most(config, 4) == pytest.approx(slowest)
     assert estimates.at_most(configs.replace(config, model__size="tiny")) is None
@@ -250,16 +250,17 @@ def test_an_adaptive_run_is_tried_on_all_its_rungs(monkeypatch):
         real(trainer, images, labels)
         choice = trainer.controller.choice
         assert trainer.model.deq.solver.max_iter == choice.steps
-        seen.append((choice.steps, choice.refine, trainer.penalised))
+        seen.append((choice.steps, choice.refine, trainer.penalised, trainer.measured))
 
     monkeypatch.setattr(timing.Trainer, "one_step", noting)
     speed, _ = timing.probe(config)
     refinements = config.adapt.refine
     first = refinements[(len(refinements) - 1) // 2]
-    forward = {(steps, refinements[-1], ()) for steps in (2, 3, 5)}
-    backward = {(3, refine, ()) for refine in refinements}
-    assert set(seen) == {*forward, *backward, (3, first, ("residual",))}
-    assert seen[-timing.TIMED :] == [(3, first, ())] * timing.TIMED  # four of five have no penalty
+    pairs = {(steps, refine, ()) for steps in (2, 3, 5) for refine in refinements}
+    wanted = {*pairs, (3, first, ("residual",))}
+    assert set(seen) == {(*way, measured) for way in wanted for measured in (True, False)}
+    timed = [way[:3] for way in seen[-timing.TIMED :]]
+    assert timed == [(3, first, ())] * timing.TIMED  # four of five have no penalty
     assert speed.step > 0
 
 

@@ -57,6 +57,12 @@ def test_begins_in_the_middle_and_comes_down_with_room_alone():
     assert made.look(1e-4, 0.01) is None  # and stays there
 
 
+def test_a_target_that_is_wider_at_first_begins_on_the_lowest_rung():
+    assert beginning(forward_at_first=0.1).choice == adapting.Choice(4, 2, 0.0)
+    assert beginning(backward_at_first=0.9).choice == adapting.Choice(7, 0, 0.0)
+    assert beginning(forward_at_first=1e-2, backward_at_first=0.3).choice.steps == 7  # no wider
+
+
 def test_no_penalty_before_the_rungs_above_the_first_were_tried():
     made = beginning()
     found = []
@@ -552,6 +558,18 @@ def test_what_to_do_where_it_no_longer_converges(trainer):
     assert not any("max_iter" in text for text in texts)
 
 
+def test_nothing_is_said_of_what_a_target_allows_until_it_tightens(trainer):
+    texts = []
+    made = trainer("adapt.forward=0.05", "adapt.forward_at_first=0.2")
+    made.progress.say = texts.append
+    figures = {"loss": 1.0, "samples": training_runs.BATCH}
+    for made.step, done, residual in ((1, 0.0, 0.39), (2, 0.9, 0.12), (3, 0.9, 0.14)):
+        made.controller.forward.tighten(done)
+        made._log(made.step, {**figures, "residual": residual})
+    (said,) = texts
+    assert "mean residual 1.4e-01 at step 3): adapt.forward=0.05 is not reached" in said
+
+
 def test_the_test_is_solved_with_the_steps_in_use(trainer):
     made = trainer("solver.max_iter=7", "epochs=1", "ema=0.5")
     scripted(made, [(4, 1, 0.0)])
@@ -698,7 +716,7 @@ def test_recordings_are_kept_and_the_oldest_dropped(monkeypatch):
         return object()
 
     monkeypatch.setattr(recordings, "Captured", captured)
-    made = recordings.Recordings(enabled=True, shared=True)
+    made = recordings.Recordings(enabled=True, shared=True, kind="large")
 
     def ask(*way):
         return made.of(captured, *way)
@@ -719,6 +737,40 @@ def test_recordings_are_kept_and_the_oldest_dropped(monkeypatch):
     assert warmups == [2] + [1] * (recordings.MOST + 1)
     made.of(ask, False, False, 4, 0)
     assert warmups[-1] == 2
+
+
+def test_a_way_that_a_training_of_the_kind_has_gone_is_recorded_at_once(monkeypatch):
+    warmups = {}
+
+    class Captured:
+        recording_seconds = 0.0
+
+        def __init__(self, work, warmup, memory):
+            self.warmup = warmup
+
+        def __call__(self, name, steps):
+            warmups[name, steps] = self.warmup
+
+    monkeypatch.setattr(recordings, "Captured", Captured)
+    monkeypatch.setattr(recordings, "_gone", set())
+
+    def train(name, kind, *ways, shared=True):
+        made = recordings.Recordings(True, shared, kind)
+        for steps in ways:
+            made.run(train, (steps,), name, steps)
+        return [warmups[name, steps] for steps in ways]
+
+    assert train("first", "large", 4, 5, 6) == [2, 1, 1]
+    assert train("again", "large", 6, 5, 7, 4) == [2, 0, 1, 0]  # the first makes the optimiser
+    assert train("other", "small", 4, 5) == [2, 1]
+    assert train("one way", "large", 4, shared=False) == [3]
+
+
+def test_a_kind_is_of_all_that_changes_kernels():
+    config = configs.load("digits", ["epochs=7", "seed=3", "test_every=2"])
+    assert recordings.kind_of(config) == recordings.kind_of(configs.load("digits"))
+    for other in ("model.dropout=0.2", "batch_size=32", "solver.max_iter=5", "precision=bf16"):
+        assert recordings.kind_of(configs.load("digits", [other])) != recordings.kind_of(config)
 
 
 class Recorded:

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from gdeq.training import checkpoint, process, progress
-from gdeq.training import config as configs
 from gdeq.training.config import Config
 from gdeq.training.folder import RunFolder
-from gdeq.training.loop import Trainer, precision
+from gdeq.training.loop import Trainer, measures, precision
+from gdeq.training.recordings import kind_of
 
 RECORDING = 5  # steps until a CUDA graph is made and has been played
 TIMED = 8
@@ -45,20 +45,6 @@ class Speed:
         return work + START
 
 
-def kind(config: Config) -> Config:
-    """What two runs that take equally long a step have in common."""
-    return configs.replace(
-        config,
-        seed=0,
-        epochs=1,
-        pretrain_steps=min(1, config.pretrain_steps),
-        snapshots=(),
-        log_every=1,
-        test_every=1,
-        checkpoint_seconds=0.0,
-    )
-
-
 def probe(config: Config, root: Path | None = None) -> tuple[Speed, int]:
     """Steps of a throw-away model; with the number of steps an epoch has.
 
@@ -84,25 +70,27 @@ def probe(config: Config, root: Path | None = None) -> tuple[Speed, int]:
 
 
 def _every_rung(trainer: Trainer, first: int) -> None:
-    """Of an adaptive run, a step on each rung of both ladders, and one with the penalty.
+    """Of an adaptive run, a step on all pairs of rungs, measured and not; some with the penalty.
 
-    Not with all pairs: with the most VJPs each forward rung compiles what the others need.  It
-    is timed where it begins: in the middle of its ladders.
+    Those that follow are then recorded without such a step, which takes several times as long as a
+    recorded one.  It is timed in the middle of its ladders.
     """
-    made = trainer.controller
+    made, config = trainer.controller, trainer.config
     if made is None:
         return
     _, (images, labels) = next(iter(trainer.train_batches.epoch(0)))
-    every = trainer.config.residual_every
-    penalised = -(-first // every) * every  # the first step at which the penalty can be taken
-    middle = (made.forward.middle, made.backward.middle)
-    top = len(made.backward.rungs) - 1
-    rungs = [(rung, top) for rung in range(len(made.forward.rungs))]
-    rungs += [(middle[0], rung) for rung in range(top)]
-    tried = [*((*pair, 0.0) for pair in rungs), (*middle, made.penalty.least)]
+    forward, backward = (range(len(ladder.rungs)) for ladder in (made.forward, made.backward))
+    tried = [(one, other, 0.0) for one in forward for other in backward]
+    tried.append((made.forward.middle, made.backward.middle, made.penalty.least))
     for made.forward.rung, made.backward.rung, made.penalty.weight in tried:
-        trainer.step = penalised
-        trainer.one_step(images, labels)
+        penalties = config.residual_every if made.penalty.weight else 1
+        steps = range(first, first + 2 * penalties * config.measure_every)
+        for wanted in (True, False):
+            fits = (s for s in steps if s % penalties == 0 and measures(config, s) == wanted)
+            found = next(fits, None)
+            if found is not None:
+                trainer.step = found
+                trainer.one_step(images, labels)
     made.penalty.weight = made.penalty.base
 
 
@@ -184,11 +172,11 @@ class Estimates:
                 pace = (last["seconds"] / last["step"], last["step"] // last["epoch"])
             except (RuntimeError, ValueError, LookupError, OSError):
                 continue  # whatever it is, it is no run to learn from
-            self.finished[kind(config)] = pace
+            self.finished[kind_of(config)] = pace
 
     def known(self, config: Config, done: int = 0) -> float | None:
         """Seconds, without trying anything."""
-        which = kind(config)
+        which = kind_of(config)
         if which in self.probed:
             speed, per_epoch = self.probed[which]
             return speed.seconds(config, per_epoch, done)
@@ -214,7 +202,7 @@ class Estimates:
         return COMPILATION + _at_pace(*max(known[other] for other in same), config, done)
 
     def probe(self, config: Config, done: int = 0) -> float:
-        which = kind(config)
+        which = kind_of(config)
         if which not in self.probed:
             self.probed[which] = probe(config, self.root)
         speed, per_epoch = self.probed[which]

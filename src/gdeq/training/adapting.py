@@ -18,13 +18,13 @@ Each has a target and a ladder of costs:
   asks for no penalty, which is one on f(z) − z: on CIFAR-10 that rose to 64 for it in six epochs.)
 
 A target can be wider at first and tighten evenly: while the rate is large, a rough gradient leads
-to the same place, and a step with it takes half as long.
+to the same place, and a step with it takes half as long.  Its ladder begins on the lowest rung,
+which it was made wide for.
 
-It begins in the middle of each ladder, the lower one of two.  On the lowest rungs, the first epoch,
-in which the rate is at its largest, would be trained with the worst solves, until enough looks have
-led up.  On the highest, an f that is above its target would be penalised at the first look, and
-coming down takes ``patience`` looks a rung; from the middle the first rungs are free in both
-directions.
+Another begins in the middle, the lower one of two.  On the lowest rung, the first epoch, in which
+the rate may be at its largest, would be trained with the worst solves, until enough looks have led
+up.  On the highest, an f that is above its target would be penalised at the first look, and coming
+down takes ``patience`` looks a rung; from the middle the first rungs are free in both directions.
 
 Everything here is plain numbers, decided at the host between two steps; what was decided is a
 function of what was measured alone.
@@ -113,7 +113,7 @@ class Ladder:
     ) -> None:
         self.rungs, self.targets, self.room, self.patience = rungs, targets, room, patience
         self.target = targets[0]
-        self.rung = self.middle
+        self.rung = self.middle if targets[0] == targets[1] else 0
         self.calm = 0  # looks in a row with room to spare
         self.tries = self._no_tries()
 

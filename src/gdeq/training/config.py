@@ -159,8 +159,8 @@ class AdaptConfig:
     """Forward steps, refinement and penalty that follow residual and error (training.adapting).
 
     For gradient=gdeq and jfb.  ``solver.max_iter`` and ``gradient.refine`` are then not read: it
-    begins in the middle of ``steps`` and ``refine``, the lower one of two.  A test is solved with
-    the steps then in use.
+    begins in the middle of ``steps`` and ``refine``, the lower one of two, or, with a target that
+    is wider at first, on the lowest.  A test is solved with the steps then in use.
     """
 
     enabled: bool = False  # choose steps, refinement and penalty by residual and error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from gdeq.options import count
 from gdeq.training.config import Config
 
+ABOVE = 2.0  # times a target that still tightens: below, more steps are taken without a word
+
 
 class ConvergenceWatch:
     """Finds the words when they do not, once an epoch."""
@@ -18,8 +20,14 @@ class ConvergenceWatch:
         self.adapt = config.adapt
         self.told: int | None = None  # the epoch of the last warning
 
-    def warning(self, epoch: int, step: int, residual: float) -> str | None:
-        if self.unrolled or epoch == self.told or not residual > self.limit:
+    def warning(
+        self, epoch: int, step: int, residual: float, target: float | None = None
+    ) -> str | None:
+        """target: of an adaptive run, the one that it is held to now."""
+        limit = self.limit
+        if target is not None and target > self.adapt.forward:  # wider at first, as was asked
+            limit = max(limit, ABOVE * target)
+        if self.unrolled or epoch == self.told or not residual > limit:
             return None
         if self.steps and self.told is not None:
             return None

@@ -35,7 +35,7 @@ from gdeq.training.precision import caution, precision
 from gdeq.training.process import Process
 from gdeq.training.progress import Silent
 from gdeq.training.randomness import random_state, restore_random_state
-from gdeq.training.recordings import Recordings
+from gdeq.training.recordings import Recordings, kind_of
 from gdeq.training.records import Recorder, summary, unrolled_steps
 from gdeq.training.stopping import Interrupted, StopRequest
 
@@ -85,7 +85,7 @@ class Trainer:
         self.told: int | None = None  # the epoch of its last warning
         # Between several GPUs gradients are exchanged by threads that no graph sees.
         alone = device.type == "cuda" and process.world_size == 1
-        self.recordings = Recordings(config.graph and alone, shared=adapt.enabled)
+        self.recordings = Recordings(config.graph and alone, adapt.enabled, kind_of(config))
         self.penalised: tuple[str, ...] = ()  # the penalties of the step under way
         self.measured = True  # its gradient's residual is
         # Their weights; on a GPU a step reads them where they lie.
@@ -363,10 +363,7 @@ class Trainer:
             if solved and weight > 0 and step % every == 0
         )
         # (Of DistributedDataParallel all gradients are asked for, in the way it knows.)
-        alone = self.wrapped is self.model
-        # Not always at the steps that have a penalty: one step later each time.
-        every = config.measure_every
-        self.measured = not alone or (step - step // every) % every == 0
+        self.measured = self.wrapped is not self.model or measures(config, step)
         for name in self.penalised:
             weight, kept = wanted[name][0], self.penalty_weights[name]
             if isinstance(kept, Tensor):
@@ -426,7 +423,8 @@ class Trainer:
         record["lr"] = learning_rate(self.config, self.step - 1, self.total)
         self._write(record)
         if not unrolled_steps(record, self.config):
-            self._say(self.convergence.warning(epoch, self.step, figures["residual"]))
+            target = self.controller.forward.target if self.controller else None
+            self._say(self.convergence.warning(epoch, self.step, figures["residual"], target))
 
     def _write(self, record: dict[str, Any]) -> None:
         if self.recorder is not None:
@@ -509,6 +507,13 @@ class Trainer:
         self.run.write_weights("weights.safetensors", self.evaluated.state_dict())
         self.run.write("summary.json", json.dumps(told, indent=1))
         return told
+
+
+def measures(config: Config, step: int) -> bool:
+    """Whether the residual of w is measured at this step."""
+    every = config.measure_every
+    # Not always at the steps that have a penalty: one step later each time.
+    return (step - step // every) % every == 0
 
 
 @contextlib.contextmanager

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import Tensor
 
 from gdeq.capture import Captured
 from gdeq.recording import Memory
+from gdeq.training import config as configs
+from gdeq.training.config import Config
 
 MOST = 16  # kept, the last ones used: their memory is shared, their kernels are not
+# Ways that a step has gone in this process: all their kernels are compiled and loaded.
+_gone: set[tuple[Any, ...]] = set()
+
+
+def kind_of(config: Config) -> Config:
+    """What two runs whose steps have the same kernels, and take as long, have in common."""
+    return configs.replace(
+        config,
+        seed=0,
+        epochs=1,
+        pretrain_steps=min(1, config.pretrain_steps),
+        snapshots=(),
+        log_every=1,
+        test_every=1,
+        checkpoint_seconds=0.0,
+    )
 
 
 class Recordings:
     """enabled: else all work is done as it is.
     shared: they take turns, and work in the same memory.
+    kind: those of trainings of one kind have the same kernels.
     """
 
-    def __init__(self, enabled: bool, shared: bool) -> None:
-        self.enabled = enabled
+    def __init__(self, enabled: bool, shared: bool, kind: Hashable) -> None:
+        self.enabled, self.kind = enabled, kind
         self.memory = Memory() if shared else None
         self.kept: dict[tuple[Any, ...], Captured] = {}
         self.seconds = 0.0  # that recording took, in which nothing was trained
@@ -33,18 +52,21 @@ class Recordings:
         before = made.recording_seconds
         made(*inputs)
         self.seconds += made.recording_seconds - before
+        _gone.add((self.kind, work.__name__, *way))
 
     def of(self, work: Callable[..., None], *way: Any) -> Captured:
         key = (work.__name__, *way)
-        made = self.kept.pop(key) if key in self.kept else self._new(work)
+        made = self.kept.pop(key) if key in self.kept else self._new(work, key)
         self.kept[key] = made  # in the order of their last use
         if len(self.kept) > MOST:
             del self.kept[next(iter(self.kept))]
         return made
 
-    def _new(self, work: Callable[..., None]) -> Captured:
-        # A step that is no graph yet takes several times as long.  Libraries have started up in
-        # those of the first way: the others need one alone, to see that nothing waits.
+    def _new(self, work: Callable[..., None], key: tuple[Any, ...]) -> Captured:
+        # A step that is no graph yet takes several times as long.  In the first of the first way
+        # the optimiser's state is made, and is waited for.  The other ways need one alone, to
+        # compile and to see that nothing waits; none where another training has gone that way.
         started = any(name == work.__name__ for name, *_ in self.kept)
-        warmup = 3 if self.memory is None else 1 if started else 2
+        known = (self.kind, *key) in _gone
+        warmup = 3 if self.memory is None else 2 if not started else 0 if known else 1
         return Captured(work, warmup, self.memory)
