@@ -21,6 +21,7 @@ from rich.markup import escape
 
 from gdeq import __version__
 from gdeq import data as datasets
+from gdeq.options import count
 from gdeq.training import config as configs
 from gdeq.training import meanings
 from gdeq.training.config import Config
@@ -172,15 +173,30 @@ def train(
 
 @app.command()
 @plain_errors
-def evaluate(run: RunPath, data: Root = None, device: Device = None) -> None:
-    """Test accuracy and loss of a finished run."""
+def evaluate(
+    run: RunPath,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Solver steps at most, if not the run's own.  Repeatable."),
+    ] = None,
+    data: Root = None,
+    device: Device = None,
+) -> None:
+    """Test accuracy and loss of a finished run.
+
+    With more steps than it was trained with the residual falls and the accuracy stays, if f has an
+    equilibrium.
+    """
     from gdeq.training import runs
 
-    found = runs.evaluate(run, data, device)
-    console.print(
-        f"{run}: test accuracy {found['accuracy']:.2f} %, loss {found['loss']:.4f}, "
-        f"{found['samples']:.0f} images, residual {found['residual']:.1e}"
-    )
+    numbers: list[int | None] = [*steps] if steps else [None]
+    for number in numbers:
+        found = runs.evaluate(run, data, device, number)
+        told = "" if number is None else f" with {count(number, 'solver step')}"
+        console.print(
+            f"{run}{told}: test accuracy {found['accuracy']:.2f} %, loss {found['loss']:.4f}, "
+            f"{found['samples']:.0f} images, residual {found['residual']:.1e}"
+        )
 
 
 @app.command()

@@ -59,6 +59,27 @@ def test_evaluate_finds_what_the_summary_says(gdeq, tmp_path, settings):
     assert f"{training_runs.TEST_IMAGES} images" in said
 
 
+def test_evaluate_with_other_numbers_of_steps(gdeq, tmp_path):
+    run = tmp_path / "run"
+    runs.train(run, configs.load("digits", [*TINY, "epochs=1", "solver.tol=0"]))
+    found = {n: runs.evaluate(run, steps=n) for n in (1, 6)}
+    assert found[6]["residual"] < 0.5 * found[1]["residual"]
+    assert (found[1]["solver_steps"], found[6]["solver_steps"]) == (1, 6)
+    code, said = gdeq("evaluate", run, "--steps", 1, "--steps", 6)
+    assert code == 0
+    for line, (n, one) in zip(said.splitlines(), found.items(), strict=True):
+        assert f"with {n} solver step{'s' * (n > 1)}: test accuracy {one['accuracy']:.2f} %" in line
+        assert line.endswith(f"residual {one['residual']:.1e}")
+
+
+def test_evaluate_with_steps_of_what_has_no_solver(gdeq, tmp_path):
+    run = tmp_path / "run"
+    runs.train(run, configs.load("digits", [*TINY, "epochs=1", "pretrain_steps=100"]))
+    code, said = gdeq("evaluate", run, "--steps", 4)
+    assert code == 1
+    assert "ended unrolled, without a solver: leave --steps out" in said
+
+
 def test_a_finished_run_resumed_is_as_it_was(gdeq, tmp_path, reference):
     run = tmp_path / "run"
     summary = runs.train(run, configs.load("digits", RICH))

@@ -171,14 +171,20 @@ def trained_model(
     return model.to(place).eval(), config, dataset
 
 
-def evaluate(path: Path, root: Path | None = None, device: str | None = None) -> dict[str, float]:
-    """Test accuracy and loss of a finished run."""
+def evaluate(
+    path: Path, root: Path | None = None, device: str | None = None, steps: int | None = None
+) -> dict[str, float]:
+    """Test accuracy and loss of a finished run; ``steps``: with so many of the solver at most."""
     run = RunFolder.open(path)
     model, config, _ = trained_model(path, root, device)
+    if steps is not None:
+        config = configs.replace(config, solver__max_iter=steps)
     me = process.Process(next(model.parameters()).device)
     trainer = Trainer(configs.replace(config, ema=0.0), run, me, progress.Silent(), _text(root))
     trainer.model.load_state_dict(model.state_dict())
     trainer.set_phase(trainer.total - 1)
+    if steps is not None and trainer.model.deq.solver is None:
+        raise RunError(f"{path} ended unrolled, without a solver: leave --steps out")
     with precision(config, me.device):
         return trainer.evaluate()
 
