@@ -126,7 +126,7 @@ def test_what_is_not_one_recipe_is_named(partial):
     assert "Not the same" not in table2.text(reading.read_all(partial))
     make(partial, "npg-seed0", 91.0, optimizer__lr=0.5)
     text = table2.text(reading.read_all(partial))
-    assert "Not the same in all rows: optimizer.lr = 0.001 (Implicit, GDEQ); 0.5 (NPG)." in text
+    assert "Not the same in all rows: optimizer.lr = 0.001 (Implicit / GDEQ); 0.5 (NPG)." in text
 
 
 def test_convergence(collected):
@@ -143,7 +143,7 @@ def test_convergence(collected):
     first = next(e for e in epochs if e["test_accuracy"] >= 92)
     assert (float(one["seconds"]), int(one["epoch"])) == (first["seconds"], first["epoch"])
     text = (out / "convergence.md").read_text()
-    assert row_of(text, "GDEQ, 50 epochs")[1:] == [reading.NOT_YET] * 3
+    assert "50 epochs" not in text  # a longer schedule
     unfinished = "not reached (unfinished: epoch 3 of 12)"
     assert row_of(text, "JFB")[2:] == [unfinished] * 2
     assert row_of(text, "NPG")[1:] == [reading.NOT_YET] * 3

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from gdeq.options import count
-from gdeq.paper.plan import METHODS, title
+from gdeq.paper.plan import LONGER, METHODS, title
 from gdeq.paper.reading import NOT_YET, Made, markdown
 from gdeq.report import recipes
 from gdeq.report.figures import Figure, Line, floor
@@ -140,7 +140,8 @@ def _recipe_notes(rows: dict[str, list[Made]]) -> list[str]:
         for row, own in kept:
             if key in own and title(row) not in values.setdefault(own[key], []):
                 values[own[key]].append(title(row))
-        told = "; ".join(f"{value} ({', '.join(names)})" for value, names in values.items())
+        # Some titles have commas.
+        told = "; ".join(f"{value} ({' / '.join(names)})" for value, names in values.items())
         notes.append(f"Not the same in all rows: {key} = {told}.\n")
     return notes
 
@@ -173,11 +174,16 @@ def _shown(value: float | None, form: str, unit: str = "") -> str:
 # -- convergence -----------------------------------------------------------------------------------
 
 
+def in_convergence(made: Sequence[Made]) -> dict[str, list[Made]]:
+    """As `in_table`, without those whose schedule is longer: accuracy comes at a schedule's end."""
+    return {row: some for row, some in in_table(made).items() if row not in LONGER}
+
+
 def without_pretraining(made: Sequence[Made]) -> list[tuple[str, Run]]:
     """Those tested after every epoch: of the others it is not known when they passed a level."""
     return [
         (title(row), one.run)
-        for row, some in in_table(made).items()
+        for row, some in in_convergence(made).items()
         for one in some
         if one.run is not None and not one.planned.pretrain and one.run.epochs
         and one.run.test_every == 1
@@ -190,7 +196,7 @@ def drawn(made: Sequence[Made]) -> list[tuple[str, Run]]:
     known = {label for label, _ in often}
     seldom = [
         (title(row), one.run)
-        for row, some in in_table(made).items()
+        for row, some in in_convergence(made).items()
         for one in some
         if one.run is not None and not one.planned.pretrain and one.run.epochs
         and title(row) not in known
@@ -233,9 +239,7 @@ def moments(made: Sequence[Made]) -> list[list[object]]:
 def moments_text(made: Sequence[Made]) -> str:
     found = moments(made)
     lines = []
-    for row, some in in_table(made).items():
-        if some and all(one.planned.pretrain for one in some):
-            continue
+    for row, some in in_convergence(made).items():
         own = [line for line in found if line[0] == title(row)]
         states = [one.state for one in some if not one.planned.pretrain and not one.finished]
         under_way = [state for state in states if state != NOT_YET]
