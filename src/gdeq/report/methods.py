@@ -47,7 +47,9 @@ def label(gradient: Record) -> str:
 
 
 def label_of(run: Run) -> str:
-    return f"{label(run.gradient)} adaptive" if run.adaptive else label(run.gradient)
+    if not run.adaptive:
+        return label(run.gradient)
+    return f"{label({**run.gradient, 'refine': 0})} adaptive"  # how much is what was adapted
 
 
 def vjps(gradient: Record) -> str:
