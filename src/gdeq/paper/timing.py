@@ -70,7 +70,7 @@ def probe(config: Config, root: Path | None = None) -> tuple[Speed, int]:
 
 
 def _every_rung(trainer: Trainer, first: int) -> None:
-    """Of an adaptive run, a step on all pairs of rungs, measured and not; some with the penalty.
+    """Of an adaptive run, a step on all pairs of rungs, measured and not, penalised and not.
 
     Those that follow are then recorded without such a step, which takes several times as long as a
     recorded one.  It is timed in the middle of its ladders.
@@ -80,8 +80,8 @@ def _every_rung(trainer: Trainer, first: int) -> None:
         return
     _, (images, labels) = next(iter(trainer.train_batches.epoch(0)))
     forward, backward = (range(len(ladder.rungs)) for ladder in (made.forward, made.backward))
-    tried = [(one, other, 0.0) for one in forward for other in backward]
-    tried.append((made.forward.middle, made.backward.middle, made.penalty.least))
+    weights = (made.penalty.least, 0.0)
+    tried = [(one, other, weight) for weight in weights for one in forward for other in backward]
     for made.forward.rung, made.backward.rung, made.penalty.weight in tried:
         penalties = config.residual_every if made.penalty.weight else 1
         steps = range(first, first + 2 * penalties * config.measure_every)
@@ -91,6 +91,7 @@ def _every_rung(trainer: Trainer, first: int) -> None:
             if found is not None:
                 trainer.step = found
                 trainer.one_step(images, labels)
+    made.forward.rung, made.backward.rung = made.forward.middle, made.backward.middle
     made.penalty.weight = made.penalty.base
 
 

@@ -52,7 +52,8 @@ class Recordings:
         before = made.recording_seconds
         made(*inputs)
         self.seconds += made.recording_seconds - before
-        _gone.add((self.kind, work.__name__, *way))
+        if made.reason is None:  # else it cannot be recorded, and who tries must look first
+            _gone.add((self.kind, work.__name__, *way))
 
     def of(self, work: Callable[..., None], *way: Any) -> Captured:
         key = (work.__name__, *way)
