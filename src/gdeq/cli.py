@@ -517,6 +517,8 @@ def chosen(source: str | None, settings: list[str] | None, gradients: Sequence[s
 
 def default_name(config: Config) -> str:
     parts = [config.data, config.model.size, config.gradient.name]
+    if config.adapt.enabled:
+        parts.append("adaptive")
     if config.pretrain_steps:
         parts.append("pretrained")
     return "-".join([*parts, f"seed{config.seed}", time.strftime("%Y%m%d-%H%M%S")])

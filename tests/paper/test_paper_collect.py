@@ -113,6 +113,29 @@ def test_the_speed_up_is_of_the_whole_training(partial):
     assert row[6] == f"{220 / 101:.2f}×"
 
 
+def test_the_speed_up_is_of_one_code_where_there_is_one(partial):
+    def made_with(name, revision):
+        file = partial / name / "environment.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "revision": revision}))
+
+    def speed_ups():
+        text = table2.text(reading.read_all(partial))
+        return [row_of(text, label)[6] for label in ("Implicit", "GDEQ", "Implicit, dropout 0.2")]
+
+    make(partial, "implicit-dropout-seed0", 92.0, 150.0, optimizer__lr=0.01)
+    made_with("implicit-dropout-seed0", "new")
+    made_with("gdeq-seed2", "new")  # 102 s; the others have Implicit's code, 100.5 in the mean
+    slow, fast = (220 + 150) / 2, (100 + 101 + 102) / 3
+    assert speed_ups() == ["1.00×", f"{slow / fast:.2f}×", "1.00×"]
+    for seed in (0, 1):
+        made_with(f"gdeq-seed{seed}", "older")
+    assert speed_ups()[1] == f"{150 / 102:.2f}×"
+    made_with("gdeq-seed2", None)
+    assert speed_ups()[1] == f"~ {220 / fast:.2f}×"
+    made_with("implicit-seed0", None)  # what is not recorded is not the same
+    assert speed_ups()[1] == f"~ {220 / fast:.2f}×"
+
+
 def test_a_seed_that_diverged_is_seen_beside_the_mean_of_the_others(partial):
     before = row_of(table2.text(reading.read_all(partial)), "GDEQ")[1]
     assert before.endswith("(3 seeds)")

@@ -6,6 +6,7 @@ import signal
 import tarfile
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import training_runs
@@ -345,6 +346,29 @@ def test_a_dry_run_without_the_data_lists_all_and_says_what_is_missing(gdeq, tmp
     assert code == 0, said
     assert "implicit-pretrained-seed2" in said
     assert "nothing can be begun: CIFAR-10 is not in" in " ".join(said.split())
+
+
+def test_finished_runs_with_steps_in_other_bits(gdeq, tmp_path):
+    """The table names them: no reason to make a run again."""
+    args = ("paper", "run", *only("jfb-seed0"), *SMALL)
+    done = tmp_path / "done"
+    assert gdeq(*args, "--out", done, "--set", "solver.step_bits=16")[0] == 0
+    code, said = gdeq(*args, "--out", tmp_path / "new", "--finished", done)
+    assert (code, said) == (0, "1 of 1 run finished\n")
+    other = ("--set", "optimizer.lr=0.3")
+    code, said = gdeq(*args, "--out", tmp_path / "new", "--finished", done, *other)
+    assert code == 1
+    assert "was made with other settings" in said
+
+
+def test_the_results_of_record_are_finished_runs_of_the_plan(tmp_path):
+    """So that `--finished results/cifar10` leaves them out."""
+    shipped = Path(__file__).parents[2] / "results" / "cifar10"
+    journey = running.Journey(tmp_path, finished=[shipped])
+    for run in plan.make_plan():
+        assert journey.state(run) == running.DONE, run.name
+        if not run.pretrain:  # how long that is depends on the data
+            journey.check([run])
 
 
 def test_finished_runs_in_a_folder_that_is_not_there(gdeq, tmp_path):

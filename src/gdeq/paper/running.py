@@ -29,8 +29,9 @@ SMALL = (
     *("config.yaml", "environment.json", "metrics.jsonl"),
     *("summary.json", "similarity.jsonl", "failed.json"),
 )
-# In which one experiment may differ.
+# In which one experiment may differ; the table names the bits of each row.
 ASIDE = {"device", "log_every", "test_every", "checkpoint_seconds", "snapshots"}
+ASIDE |= {"solver.step_bits"}
 SAVING = 10.0  # seconds kept back for the checkpoint and the archive
 LEAST = 20.0  # seconds in which it is no use to begin anything
 NEXT = 3  # runs that are named of those that are left
