@@ -266,8 +266,11 @@ def test_a_way_that_another_has_gone_is_recorded_at_once():
     ("fails", "made"),
     [
         ((), ["recorded", "played", "played", "played"]),
-        ((1,), ["recorded", "as it is", "recorded", "played", "played"]),
-        ((1, 2), ["recorded", "as it is", "recorded", "plain", "plain"]),
+        ((1,), ["recorded", "forgotten", "listened to", "recorded", "played", "played"]),
+        (
+            (1, 2),
+            ["recorded", "forgotten", "listened to", "recorded", "forgotten", "plain", "plain"],
+        ),
     ],
 )
 def test_a_try_without_a_step_before_it_is_made_again_after_one(fails, made, monkeypatch):
@@ -295,10 +298,11 @@ def test_a_try_without_a_step_before_it_is_made_again_after_one(fails, made, mon
 
     module = sys.modules[Captured.__module__]
     monkeypatch.setattr(module, "Recording", Recording)
-    monkeypatch.setattr(module, "_forget_failed_capture", lambda: None)
+    monkeypatch.setattr(module, "_forget_failed_capture", lambda: log.append("forgotten"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     captured = Captured(step, 0, Memory())
-    monkeypatch.setattr(captured, "_beside", lambda inputs, listen: log.append("as it is"))
+    heard_as = {True: "listened to", False: "as it is"}
+    monkeypatch.setattr(captured, "_beside", lambda inputs, listen: log.append(heard_as[listen]))
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         for _ in range(3):

@@ -669,6 +669,16 @@ def test_a_checkpoint_from_before(trainer):
     assert again.controller.choice == beginning().choice
 
 
+def test_a_resumed_target_is_as_tight_as_it_was(trainer):
+    settings = ("adapt.forward=0.05", "adapt.forward_at_first=0.2", "epochs=2")
+    made = trainer(*settings)
+    made.controller.look(0.1, 0.2, 0.5)
+    made.step = made.total // 2
+    again = trainer(*settings)
+    again.take_over(made.state())
+    assert again.controller.forward.target == made.controller.forward.target == 0.125
+
+
 def test_two_processes_choose_the_same(tmp_path, zygote, few_images):
     """What differs between processes by design, dropout and the penalty's noise, is off."""
     settings = [*TINY, "epochs=3", "adapt.enabled=true", "solver.tol=0", "adapt.every=2"]
@@ -755,16 +765,20 @@ def test_a_way_that_a_training_of_the_kind_has_gone_is_recorded_at_once(monkeypa
     monkeypatch.setattr(recordings, "Captured", Captured)
     monkeypatch.setattr(recordings, "_gone", set())
 
-    def train(name, kind, *ways, shared=True):
+    def test(*_inputs):
+        """Other work, which may go the same ways."""
+
+    def train(name, kind, *ways, shared=True, work=None):
         made = recordings.Recordings(True, shared, kind)
         for steps in ways:
-            made.run(train, (steps,), name, steps)
+            made.run(work or train, (False, steps), name, steps)
         return [warmups[name, steps] for steps in ways]
 
     assert train("first", "large", 4, 5, 6) == [2, 1, 1]
     assert train("again", "large", 6, 5, 7, 4) == [2, 0, 1, 0]  # the first makes the optimiser
     assert train("other", "small", 4, 5) == [2, 1]
     assert train("one way", "large", 4, shared=False) == [3]
+    assert train("tests", "large", 4, 5, work=test) == [2, 1]
     # What could not be recorded is looked at again before anyone tries.
     assert train("waits", "large", 4, 9) == train("again waits", "large", 4, 9) == [2, 1]
 
@@ -772,8 +786,40 @@ def test_a_way_that_a_training_of_the_kind_has_gone_is_recorded_at_once(monkeypa
 def test_a_kind_is_of_all_that_changes_kernels():
     config = configs.load("digits", ["epochs=7", "seed=3", "test_every=2"])
     assert recordings.kind_of(config) == recordings.kind_of(configs.load("digits"))
-    for other in ("model.dropout=0.2", "batch_size=32", "solver.max_iter=5", "precision=bf16"):
+    for other in (
+        *("model.dropout=0.2", "batch_size=32", "solver.max_iter=5", "precision=bf16"),
+        *("ema=0.9", "measure_every=3", "pretrain_steps=4", "jacobian_weight=1"),
+    ):
         assert recordings.kind_of(configs.load("digits", [other])) != recordings.kind_of(config)
+
+
+def test_all_that_changes_a_step_is_in_its_way(trainer, monkeypatch):
+    """Or a recording of other VJPs, steps or penalties would be played."""
+    made = trainer("measure_every=3", "residual_every=2", "adapt.every=50")
+    assert made.recordings.kind == recordings.kind_of(made.config)
+    ways = {}
+    monkeypatch.setattr(
+        made.recordings, "run", lambda work, way, *inputs: ways.setdefault(way, []).append(now)
+    )
+    batch = next(made.train_batches.epoch(0))[1]
+    wanted = [(s, k, w) for s in (4, 5) for k in (0, 1) for w in (0.0, 0.5)]
+    for steps, refine, weight in wanted:
+        scripted(made, [(steps, refine, weight)])
+        for made.step in range(6):
+            measured = loop.measures(made.config, made.step)
+            now = steps, refine, bool(weight) and made.step % 2 == 0, measured
+            made.one_step(*batch)
+    assert len(ways) == 2 * 2 * 2 * 2
+    assert all(len(set(one)) == 1 for one in ways.values())
+
+
+def test_several_processes_measure_at_every_step(trainer):
+    made = trainer("measure_every=40", "adapt.every=50")
+    made._prepare(1)
+    assert not made.measured
+    made.wrapped = torch.nn.Identity()  # what stands for all processes' model
+    made._prepare(1)
+    assert made.measured
 
 
 class Recorded:

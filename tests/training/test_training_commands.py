@@ -72,6 +72,14 @@ def test_evaluate_with_other_numbers_of_steps(gdeq, tmp_path):
         assert line.endswith(f"residual {one['residual']:.1e}")
 
 
+def test_evaluate_with_other_numbers_of_steps_than_were_adapted(tmp_path):
+    run = tmp_path / "run"
+    adapt = ["adapt.enabled=true", "adapt.steps=[2,3]", "adapt.refine=[0,1]"]
+    runs.train(run, configs.load("digits", [*TINY, *adapt, "epochs=1", "solver.tol=0"]))
+    assert runs.evaluate(run)["solver_steps"] in (2, 3)
+    assert runs.evaluate(run, steps=9)["solver_steps"] == 9
+
+
 def test_evaluate_with_steps_of_what_has_no_solver(gdeq, tmp_path):
     run = tmp_path / "run"
     runs.train(run, configs.load("digits", [*TINY, "epochs=1", "pretrain_steps=100"]))

@@ -252,8 +252,7 @@ class Controller:
         done: the share of the training that is, by which targets tighten.
         """
         before, weight = self.choice, self.penalty.weight
-        self.forward.tighten(done)
-        self.backward.tighten(done)
+        self._tighten(done)
         # Judged before the ladders move: the top rung has to be tried first.
         self.above = self.forward.above(residual), self.backward.above(backward_error)
         pressed = self.above[0] and self.forward.at_top
@@ -270,6 +269,10 @@ class Controller:
             self.backward.forget()
         return self.choice if self.choice != before else None
 
+    def _tighten(self, done: float) -> None:
+        self.forward.tighten(done)
+        self.backward.tighten(done)
+
     def state(self) -> dict[str, Any]:
         return {
             "forward": self.forward.state(),
@@ -279,7 +282,9 @@ class Controller:
             "residual_tries": self.penalty.tries.state(),
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any], done: float = 0.0) -> None:
+        """done: as for `look`."""
+        self._tighten(done)
         self.forward.restore(state["forward"])
         self.backward.restore(state["backward"])
         # At least what the configuration asks for now, which may be more than it did.  Older

@@ -126,6 +126,7 @@ class Trainer:
         return {
             "step": self.step,
             "seconds": self.seconds,
+            "recording_seconds": self.recordings.seconds,
             **self.sums.state(self.process),
             "model": self.model.state_dict(),
             "averaged": self.average.model.state_dict() if self.average else None,
@@ -155,13 +156,14 @@ class Trainer:
     def take_over(self, state: dict[str, Any]) -> None:
         """What a checkpoint holds; the run folder is left alone."""
         self.step, self.seconds = state["step"], state["seconds"]
+        self.recordings.seconds = state.get("recording_seconds", 0.0)  # older ones do not say
         self.sums.restore(state, self.process)
         self.model.load_state_dict(state["model"])
         if self.average is not None:
             self.average.model.load_state_dict(state["averaged"])
         restore_moments(self.optimizer, state["optimizer"])
         if self.controller is not None and state.get("adapt") is not None:
-            self.controller.restore(state["adapt"])
+            self.controller.restore(state["adapt"], self.step / self.total)
         restore_random_state(state, self.process)
 
     def save(self) -> None:
@@ -503,7 +505,8 @@ class Trainer:
         if not self.process.first:  # the files are the first one's
             return {}
         parameters = sum(p.numel() for p in self.model.parameters())
-        told = summary(self.config, self.process, self.run.metrics(), self.seconds, parameters)
+        times = self.seconds, self.recordings.seconds
+        told = summary(self.config, self.process, self.run.metrics(), *times, parameters)
         self.run.write_weights("weights.safetensors", self.evaluated.state_dict())
         self.run.write("summary.json", json.dumps(told, indent=1))
         return told

@@ -58,9 +58,13 @@ def summary(
     process: Process,
     metrics: list[dict[str, Any]],
     seconds: float,
+    recording: float,
     parameters: int,
 ) -> dict[str, Any]:
-    """Of a run that has reached its last epoch."""
+    """Of a run that has reached its last epoch.
+
+    recording: seconds in which steps were recorded as CUDA graphs; in ``seconds`` they are not.
+    """
     last = [r for r in metrics if r["kind"] == "epoch"][-1]
     return {
         "test_accuracy": last["test_accuracy"],
@@ -71,6 +75,7 @@ def summary(
         "seed": config.seed,
         "ms_per_step": ms_per_step(metrics, config) or 1e3 * seconds / last["step"],
         "train_seconds": seconds,
+        "recording_seconds": recording,
         "device": device_name(process.device),
         "data": config.data,
         "size": config.model.size,
