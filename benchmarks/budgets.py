@@ -11,6 +11,7 @@ each method from where the solver stopped, beside the exact one at the equilibri
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ TOLERANCES = (0.1, 0.01)  # within 27 steps
 
 
 def budgets() -> dict[str, Broyden]:
-    fixed = {f"{steps} steps": Broyden(max_iter=steps, tol=0.0) for steps in STEPS}
-    return fixed | {f"tolerance {tol:g}": Broyden(max_iter=27, tol=tol) for tol in TOLERANCES}
+    whole = Broyden(max_iter=27, stop="whole")  # as in `gdeq train`
+    fixed = {f"{n} steps": replace(whole, max_iter=n, tol=0.0) for n in STEPS}
+    return fixed | {f"tolerance {tol:g}": replace(whole, tol=tol) for tol in TOLERANCES}
 
 
 def main() -> None:
@@ -55,7 +57,8 @@ def main() -> None:
     for index, (images, labels) in source.epoch(config.epochs):
         if index >= args.batches:
             break
-        tight = Broyden(max_iter=similarity.EQUILIBRIUM_STEPS, tol=similarity.EQUILIBRIUM_TOL)
+        limits = similarity.EQUILIBRIUM_STEPS, similarity.EQUILIBRIUM_TOL
+        tight = Broyden(*limits, stop="whole")
         truth = similarity._exact(model, tight, 1e-4, 1e-4, images, labels)
         forward, backward = map(truth.worst, (truth.forward_residual, truth.backward_residual))
         report(

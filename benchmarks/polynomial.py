@@ -88,7 +88,7 @@ def main() -> None:
                 flush=True,
             )
 
-        none = SimpleNamespace(inverse=None, precision=1e-7)
+        none = SimpleNamespace(inverse=None, secants=None, precision=1e-7)
         vectors, series = [v], v
         tell("JFB", v)
         for k in range(1, VJPS + 1):

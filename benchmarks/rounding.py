@@ -99,9 +99,9 @@ def main() -> None:
                 lambda u, v=v, vjp=vjp: v + vjp(u), v, gdeq.Anderson(150, tol=1e-5, memory=20)
             ).z
             with_it = SimpleNamespace(
-                inverse=SimpleNamespace(vectors=settled.inverse), precision=HALF
+                inverse=SimpleNamespace(vectors=settled.inverse), secants=None, precision=HALF
             )
-            without = SimpleNamespace(inverse=None, precision=HALF)
+            without = SimpleNamespace(inverse=None, secants=None, precision=HALF)
             found = [v]
             for record, times in ((with_it, (0, 1, 2)), (without, (1, 2))):
                 for k in times:

@@ -81,7 +81,7 @@ def ours(
 
     narrow: samples that are done leave the batch.
     """
-    model.deq.solver = method(options.max_iter, tol=tol)
+    model.deq.solver = method(options.max_iter, tol=tol, stop="whole")
     model.deq.narrow = narrow
     cell: Any = model.deq.cell
     zeros = cell.initial_state(injection)
@@ -103,7 +103,7 @@ def ours(
 def learned_start(images: Iterable[Tensor], options: argparse.Namespace) -> MDEQStart:
     """Fitted to the equilibria of training images, in the precision of the fused rows."""
     model = load(options, fused=True)
-    model.deq.solver = gdeq.Broyden(options.max_iter, tol=options.tol)
+    model.deq.solver = gdeq.Broyden(options.max_iter, tol=options.tol, stop="whole")
     torch.manual_seed(0)
     start = MDEQStart(model.config).to(options.device, memory_format=torch.channels_last)
     began = time.perf_counter()

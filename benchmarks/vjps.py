@@ -110,7 +110,7 @@ def on_a_model(options: argparse.Namespace) -> None:
             flush=True,
         )
 
-    solution = SimpleNamespace(inverse=None, precision=found.precision)
+    solution = SimpleNamespace(inverse=None, secants=None, precision=found.precision)
     tell("JFB", 0, v)
     for k in range(1, MOST + 1):
         own = GDEQ(refine=k).cotangent(v, vjp, solution)  # type: ignore[arg-type]

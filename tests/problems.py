@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -261,10 +262,6 @@ def phantom_matrix(jacobian: Tensor, steps: int, damping: float) -> Tensor:  # -
     return damping * sum(torch.linalg.matrix_power(M, i) for i in range(steps))
 
 
-# --- refinement of one sample, densely ------------------------------------------------------------
-# A = (I − J)ᵀ is the adjoint system, P ≈ A⁻¹ what the forward pass left, −B_T⁻ᵀ: both (d, d).
-
-
 # --- Broyden's method of one sample, densely, from the paper's formulas ---------------------------
 
 
@@ -317,16 +314,52 @@ def limited_broyden(
 
 
 # --- GDEQ with refinement, densely ----------------------------------------------------------------
+# A = (I − J)ᵀ is the adjoint system, P ≈ A⁻¹ what the forward solve left: both (d, d).
+
+
+def watched(f: Callable[[State], State]) -> tuple[Callable[[State], State], list[Tensor]]:
+    """f, and a list that gains each z that it is given, packed."""
+    seen: list[Tensor] = []
+
+    def watching(z: State) -> State:
+        seen.append(pack(z).detach().clone())
+        return f(z)
+
+    return watching, seen
+
+
+def secant_inverse(g: Root, iterates: list[Tensor]) -> Tensor:  # (d,) each -> (d, d)
+    """H ≈ (J − I)⁻¹ of the last ten secants, by the formula of `gdeq.secants`.
+
+    The ridge of each is 0.2, and more the further z has gone since, beside half its length.
+    """
+    s = torch.stack([b - a for a, b in pairwise(iterates)][-10:], dim=1)  # (d, secants)
+    y = torch.stack([g(b) - g(a) for a, b in pairwise(iterates)][-10:], dim=1)
+    far = s.norm(dim=0).flip(0).cumsum(0).flip(0)
+    ridge = 0.2**2 * (1 + (far / (0.5 * iterates[-1].norm())) ** 2)
+    size = y.norm(dim=0)
+    t, y = (s + y) / size, y / size
+    return -torch.eye(len(s)).to(s) + t @ torch.linalg.solve(y.T @ y + torch.diag(ridge), y.T)
 
 
 def refined_cotangent(A: Tensor, P: Tensor, v: Tensor, refine: int) -> Tensor:  # -> (d,)
-    """Broyden's method on v − Aw from 0 and the inverse −P: the reused w = Pv is its first step."""
+    """Broyden's method on v − Aw from 0 and the inverse −P: w = Pv is its first step.
+
+    The factor by which the last step is longer than q, Broyden's step without an update, is bounded
+    by 1.5 times the one of smallest residual, or 1.5.
+    """
 
     def g(w: Tensor) -> Tensor:
         return v - A @ w
 
     w, inverse = paper_broyden(g, torch.zeros_like(v), refine, inverse=-P)
-    return w - inverse @ g(w)
+    step = -inverse @ g(w)
+    if refine:
+        before, older = paper_broyden(g, torch.zeros_like(v), refine - 1, inverse=-P)
+        q, y = -older @ g(w), g(before) - g(w)
+        most = 1.5 * max(1.0, float((g(before) @ y).abs() / (y @ y)))
+        step = q * (step @ q / (q @ q)).clamp(-most, most)
+    return w + step
 
 
 def adaptive_cotangent(

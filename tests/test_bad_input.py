@@ -442,7 +442,6 @@ def test_a_diverging_map_says_so(device, call, solver):
 
 INVERSE_USERS = [
     gdeq.GDEQ(),
-    gdeq.Implicit(precondition=True),
     gdeq.Measured(gdeq.GDEQ()),
 ]
 

@@ -48,8 +48,10 @@ from problems import (
     paper_broyden,
     phantom_matrix,
     refined_cotangent,
+    secant_inverse,
     times,
     transposed_system,
+    watched,
 )
 
 # --- the rows -------------------------------------------------------------------------------------
@@ -91,6 +93,7 @@ class Case:
     row: SolverRow
     solved: gdeq.Solution
     v: Tensor  # (batch, d)
+    iterates: list[Tensor]  # (batch, d) each
 
     @cached_property
     def jacobian(self) -> Tensor:  # (batch, d, d)
@@ -109,14 +112,24 @@ class Case:
             ]
         )
 
+    @cached_property
+    def safe_inverse(self) -> Tensor:  # (batch, d, d)
+        """Of the last secants of each sample, up to its own number of steps."""
+        return torch.stack(
+            [
+                secant_inverse(self.problem.root(i), [z[i] for z in self.iterates[: steps + 1]])
+                for i, steps in enumerate(self.solved.steps.tolist())
+            ]
+        )
+
     @property
     def reused(self) -> Tensor:  # (batch, d)
         return -times(self.inverse.mT, self.v)
 
     def each(self, cotangent: Callable[..., Tensor]) -> Tensor:  # (batch, d)
-        """cotangent(A, P, v) of every sample, with P the transposed inverse of the forward pass."""
+        """cotangent(A, P, v) of every sample, with P ≈ A⁻¹ by the secants of the forward solve."""
         systems = transposed_system(self.jacobian)
-        samples = zip(systems, -self.inverse.mT, self.v, strict=True)
+        samples = zip(systems, -self.safe_inverse.mT, self.v, strict=True)
         return torch.stack([cotangent(A, P, v) for A, P, v in samples])
 
     def through_f(self, w: Tensor) -> list[Tensor]:
@@ -134,7 +147,9 @@ class Case:
 @cache  # the dense algebra is the same for every gradient
 def solved_case(solver: str, structure: str, device: torch.device) -> Case:
     problem, row = STRUCTURES[structure]().to(device), SOLVERS[solver]
-    return Case(problem, row, gdeq.solve(problem, problem.z0, row.solver), problem.cotangent())
+    f, iterates = watched(problem)
+    solved = gdeq.solve(f, problem.z0, row.solver)
+    return Case(problem, row, solved, problem.cotangent(), iterates)
 
 
 @dataclass
@@ -173,10 +188,10 @@ GRADIENTS = {
     "implicit-gmres": GradientRow(Implicit(GMRES(50, 1e-12)), exact),
     "implicit-single": GradientRow(Implicit(GMRES(50, 1e-12), double_backward=False), exact),
     "implicit-broyden-preconditioned": GradientRow(
-        Implicit(Broyden(100, 1e-12), precondition=True), exact, reuses=True
+        Implicit(Broyden(100, 1e-12), precondition=True), exact
     ),
     "implicit-gmres-preconditioned": GradientRow(
-        Implicit(GMRES(50, 1e-12), precondition=True), exact, reuses=True
+        Implicit(GMRES(50, 1e-12), precondition=True), exact
     ),
     "jfb": GradientRow(JFB(), lambda case: case.v, accuracy=1e-12),
     "jfb-refine-3": GradientRow(JFB(refine=3), refined_from_v),

@@ -5,6 +5,8 @@ Without a GPU the kernels run in Triton's interpreter.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -28,30 +30,29 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 BF16 = torch.bfloat16
-RULES = gradients.AMPLIFICATION, gradients.SETBACK, gradients.GROWTH
+RULES = gradients.refinement(1, 1e-3).rules
 
 
 # --- what it is -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("solver", [gdeq.Anderson(30, 1e-10), gdeq.Broyden(30, 1e-10)], ids=str)
-def test_it_is_gdeq_without_an_inverse(k, solver):
-    found = {}
-    for gradient in (JFB(refine=k), GDEQ(refine=k)):
-        problem = Wide(radius=0.5)
-        taken = solver if isinstance(gradient, JFB) else gdeq.Anderson(30, 1e-10)
-        solution = gdeq.fixed_point(problem, problem.z0, taken, gradient)
-        v = problem.cotangent()
-        (solution.z * v).sum().backward()
-        record = solution.backward
-        assert record.vjps == k
-        found[type(gradient)] = (
-            *(p.grad for p in problem.parameters()), record.error, record.residual
-        )  # fmt: skip
-    accuracy = 0 if isinstance(solver, gdeq.Anderson) else 1e-6  # z is not the same
-    for ours, theirs in zip(found[JFB], found[GDEQ], strict=True):
-        assert_near(ours, theirs, accuracy)
+def test_it_is_gdeq_of_a_solve_that_left_nothing(k):
+    problem = Wide(radius=0.5)
+    solution = gdeq.fixed_point(problem, problem.z0, gdeq.Broyden(30, 1e-10), JFB(refine=k))
+    v = problem.cotangent()
+    systems = transposed_system(problem.dense_jacobian(solution.z.detach()))
+    bare = replace(solution, inverse=None, secants=None)
+    with torch.no_grad():
+        ours, theirs = (
+            gradient.cotangent(v, lambda u: u - times_each(systems, u), bare)
+            for gradient in (JFB(refine=k), GDEQ(refine=k))
+        )
+    assert torch.equal(ours.w, theirs.w)
+    assert torch.equal(ours.error, theirs.error)
+    assert ours.vjps == theirs.vjps == k
+    (solution.z * v).sum().backward()
+    assert_near(problem.shift.grad, ours.w, 1e-12)
 
 
 def test_many_products_solve_the_adjoint_equation():
@@ -83,17 +84,17 @@ def test_what_it_asks_for():
 # --- the kernels ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("amplification", [3.0, 0.125])
+@pytest.mark.parametrize(("amplification", "overshoot"), [(3.0, 1.5), (3.0, 0.5), (0.125, 1.5)])
 @pytest.mark.parametrize("growth", [5.0, 0.5])
 @pytest.mark.parametrize("times", [1, 2, 3, 5, 7])
-def test_decisions_by_the_gram_matrix_alone(times, growth, amplification):
+def test_decisions_by_the_gram_matrix_alone(times, growth, amplification, overshoot):
     """All in float64, where the plain form and `_decide` agree to all digits."""
     batch, d = 12, 40
     matrix = (0.7 * torch.randn(d, d, dtype=torch.float64) / d**0.5).to(DEVICE)
     v = torch.randn(batch, d, dtype=torch.float64, device=DEVICE)
     v[0], v[1, 3], v[2, 5] = 0.0, torch.inf, torch.nan
     v[10] = torch.eye(d, dtype=torch.float64)[0]
-    how = Refinement(times, 1e-3, amplification, 2.0, growth)
+    how = Refinement(times, 1e-3, amplification, overshoot, 2.0, growth)
 
     def map_of():
         calls = []
@@ -116,21 +117,24 @@ def test_decisions_by_the_gram_matrix_alone(times, growth, amplification):
         return vjp
 
     with torch.no_grad():
-        expected, of_expected = gradients._refine(v, v, map_of(), no_inverse(v).T, how)
-        found, of_found = decided(v, map_of(), how)
+        expected, of_expected, long = gradients._refine(v, v, map_of(), no_inverse(v).T, how)
+        found, of_found, length = decided(v, map_of(), how)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-9, equal_nan=True)
     told = torch.arange(batch, device=DEVICE) != (4 if times > 2 else batch)
     # (Sample 4 is solved by two, and a step by what rounding has left says nothing.)
     torch.testing.assert_close(of_found[told], of_expected[told].float(), rtol=1e-5, atol=1e-6)
+    told = torch.isfinite(expected).all(1)
+    torch.testing.assert_close(long[told], expected[told].norm(dim=1))
+    torch.testing.assert_close(length[told], long[told].float(), rtol=1e-5, atol=1e-6)
     assert expected[3:].isfinite().all()
     assert torch.equal(found[1:3].nan_to_num(7.0), v[1:3].nan_to_num(7.0))
 
 
-def decided(v, vjp, how):  # (batch, d) -> (batch, d), (batch,)
+def decided(v, vjp, how):  # (batch, d) -> (batch, d), (batch,), (batch,)
     """The loop of `refined` with exact inner products."""
     batch, n = len(v), fused.VECTORS
     gram = v.new_full((batch, n, n), torch.nan)  # what is not written is not read
-    weight, error = v.new_empty(batch, n), v.new_empty(batch, dtype=torch.float32)
+    weight, (error, length) = v.new_empty(batch, n), v.new_empty(2, batch, dtype=torch.float32)
     vectors, w = [v], v
     numbers = torch.finfo(torch.float32).eps, noise_level(how.precision)
     for newest in range(1, how.times + 1):
@@ -143,8 +147,8 @@ def decided(v, vjp, how):  # (batch, d) -> (batch, d), (batch,)
         if newest == 1:
             partial[:, :, 2] = torch.linalg.vecdot(v, v)[:, None] * share
         fused._decide[(batch,)](
-            partial, gram, weight, error, 3, newest, *numbers,
-            how.amplification, how.setback, how.growth,
+            partial, gram, weight, error, length, 3, newest, *numbers,
+            *how.rules,
             FIRST=newest == 1, LAST=newest == how.times,
             VECTORS=n, LANES=fused.LANES, CHUNKS=fused.CHUNKS, num_warps=1,
         )  # fmt: skip
@@ -152,7 +156,7 @@ def decided(v, vjp, how):  # (batch, d) -> (batch, d), (batch,)
         for i, e in enumerate(vectors):
             c = weight[:, i : i + 1]
             w = w + torch.where(c != 0, c * e, 0.0)
-    return w, error
+    return w, error, length
 
 
 SHAPES = ((3, 5, 7), (2100,), (33,))  # one in channels-last memory, one of two chunks
@@ -188,7 +192,7 @@ class Products:
 
 
 def both_forms(space, v, change, times):
-    """w of each form as rows in units of v, and its error."""
+    """w of each form as rows in units of v, its error and its length."""
     how = Refinement(times, space.precision(), *RULES)
     plain = Products(space, change)
     with torch.no_grad(), choice.use("plain"):
@@ -198,14 +202,14 @@ def both_forms(space, v, change, times):
         expected = gradients._refine(rows, rows, plain.rows, no_inverse(rows).T, how)
     with torch.no_grad(), choice.use("triton"):
         products = Products(space, change)
-        buffer, error = fused.refined(v, products.tensors, space, unit, how)
-        again, of_again = fused.refined(v, Products(space, change).tensors, space, unit, how)
+        found = fused.refined(v, products.tensors, space, unit, how)
+        again = fused.refined(v, Products(space, change).tensors, space, unit, how)
     assert products.calls == plain.calls == times
-    for a, b in ((buffer, again), (error, of_again)):
+    for a, b in zip(found, again, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
     with choice.use("plain"):
-        w = space.join(space.in_parts(buffer)) / unit[:, None]
-    return rows, expected, (w, error)
+        w = space.join(space.in_parts(found[0])) / unit[:, None]
+    return rows, expected, (w, *found[1:])
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
@@ -226,7 +230,7 @@ def test_tensors_as_they_lie_are_refined_like_rows(times):
         product[8] = u[8]  # r does not change
         return product
 
-    v, (expected, of_expected), (w, error) = both_forms(space, v, change, times)
+    v, (expected, of_expected, long), (w, error, length) = both_forms(space, v, change, times)
     for i in range(batch):
         if i in (2, 3):
             torch.testing.assert_close(w[i], v[i], rtol=0, atol=0, equal_nan=True)
@@ -235,6 +239,8 @@ def test_tensors_as_they_lie_are_refined_like_rows(times):
         size = expected[i].norm()
         assert (w[i] - expected[i]).norm() <= 0.02 * size, i
         torch.testing.assert_close(error[i], of_expected[i], rtol=0.03, atol=0.0)
+        torch.testing.assert_close(length[i], long[i], rtol=0.02, atol=0.0)
+        torch.testing.assert_close(long[i], size)
     ran_away, taken_back = (6,) * (times > 1), (6, 7) if times > 1 else ()
     assert torch.isinf(error).nonzero().flatten().tolist() == sorted({2, 3, *taken_back})
     for i in ran_away:
@@ -247,7 +253,7 @@ def test_one_sample_alone():
     space = space_of(1, BF16)
     with choice.use("plain"):
         v = space.split(torch.randn(1, space.size, device=DEVICE), space.dtypes)
-    _, (expected, of_expected), (w, error) = both_forms(space, v, lambda x, *_: x, 2)
+    _, (expected, of_expected, _), (w, error, _) = both_forms(space, v, lambda x, *_: x, 2)
     assert (w - expected).norm() <= 0.02 * expected.norm()
     torch.testing.assert_close(error, of_expected, rtol=0.03, atol=0.0)
 
@@ -381,17 +387,18 @@ def test_the_residual_is_that_of_the_w_that_was_used(monkeypatch):
     given = fused.refined
 
     def noted(v, vjp, space, unit, how):
-        w, error = given(v, vjp, space, unit, how)
+        w, error, length = given(v, vjp, space, unit, how)
         with choice.use("plain"):
             joined = [space.join(part) for part in (v, space.in_parts(w), vjp(space.in_parts(w)))]
         seen.append(joined)
-        return w, error
+        return w, error, length
 
     monkeypatch.setattr(fused, "refined", noted)
     _, record, _ = backward(cell, JFB(refine=1), True, monkeypatch)
     ((v, w, product),) = seen
     expected = (v - w + product).norm(dim=1) / v.norm(dim=1)
     torch.testing.assert_close(record.residual, expected, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(record.length, w.norm(dim=1), rtol=1e-2, atol=0.0)
 
 
 def test_nothing_is_kept_where_the_pass_does_not_come_to_z(monkeypatch):

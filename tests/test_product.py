@@ -23,6 +23,7 @@ from problems import (
     Image,
     Multiscale,
     Named,
+    Wide,
     assert_near,
     leaves,
     pack,
@@ -72,6 +73,8 @@ def test_iterates_verdicts_and_inverse_are_those_of_the_paper_s_form(form, kind,
     expected, found = both(form, lambda: gdeq.solve(problem, problem.z0, solver))
     assert_same_solution(expected, found, 1e-9)
     assert_near(found.trace, expected.trace, 1e-8)
+    if expected.parts is not None:
+        assert_near(found.parts, expected.parts, 1e-8)
     assert isinstance(found.inverse.vectors, ProductInverse)
     assert_near(found.inverse.as_matrix(), expected.inverse.as_matrix(), 1e-8)
     x = torch.randn_like(pack(problem.z0))
@@ -101,6 +104,30 @@ def test_gradients_are_those_of_the_paper_s_form(form, gradient):
 
     for expected, found in zip(*both(form, work), strict=True):
         assert_near(found, expected, 1e-8)
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [gdeq.Broyden(20, 1e-4), gdeq.Broyden(14, 0.0), gdeq.Anderson(20, 1e-4), gdeq.Anderson(3, 0.0)],
+    ids=repr,
+)
+def test_secants_are_those_of_the_plain_loop(form, solver):
+    """Of samples that end at different times: some have fewer than are kept, some more."""
+
+    def work():
+        problem = Wide(batch=5, radius=0.8).to(DEVICE)
+        with torch.no_grad():
+            problem.x *= torch.logspace(-2, 1, 5, dtype=torch.float64, device=DEVICE)[:, None]
+            problem.x[0] = problem.shift[0] = 0.0  # solved at the start
+        solution = gdeq.fixed_point(problem, problem.z0, solver, gdeq.GDEQ(refine=1))
+        return solution.steps, solution.secants.inverse().as_matrix()
+
+    (steps, expected), (_, found) = both(form, work)
+    assert steps.min() == 0 or solver.tol == 0
+    assert len(set(steps.tolist())) > 1 or solver.tol == 0
+    # Differences of g are known to fewer digits than g; at the end of a solve, to very few.
+    assert_near(found, expected, 1e-6 if solver.tol else 1e-4)
+    assert (expected + torch.eye(24, device=DEVICE)).norm() > 0.1
 
 
 class Rows:
@@ -161,6 +188,87 @@ def test_a_solve_that_ends_at_rounding(form):
     assert found.steps.max() < 40
 
 
+@pytest.mark.parametrize("solver", [gdeq.Broyden(30, 1e-4), gdeq.Anderson(40, 1e-4)], ids=str)
+def test_a_linear_solve_claims_no_less_than_the_rounding_at_its_z(form, solver):
+    """I − A has the smallest singular value 0, 1e-6, 1e-5 or 0.5."""
+    source = torch.Generator().manual_seed(0)
+    U, _ = torch.linalg.qr(torch.randn(8, 4, 4, generator=source, dtype=torch.float64))
+    S = torch.tensor([1.3, 1.0, 0.8, 0.0], dtype=torch.float64).repeat(8, 1)
+    S[:, -1] = torch.tensor([0, 0, 1e-6, 1e-6, 1e-5, 1e-5, 0.5, 0.5])
+    A = (torch.eye(4).double() - 0.9 * U @ torch.diag_embed(S) @ U.mT).float().to(DEVICE)
+    right = torch.randn(8, 4, generator=source).to(DEVICE)
+
+    def f(z):
+        return right + torch.einsum("bij,bj->bi", A, z)
+
+    def work():
+        return iterate(f, right, solver, precision=2.0**-23, right=right)
+
+    expected, found = both(form, work)
+    exact = (
+        right.double() - found.z.double() + torch.einsum("bij,bj->bi", A.double(), found.z.double())
+    )
+    exact = exact.norm(dim=1) / right.double().norm(dim=1)
+    assert expected.converged.tolist() == found.converged.tolist()
+    assert found.converged[6:].all()
+    assert not found.converged[:4].any()
+    assert (found.residual > 0.25 * exact).all()
+
+
+def test_the_rounding_of_f_at_a_far_start_hides_no_residual(form):
+    def f(z):
+        return 0.7 * torch.tanh(z) + torch.linspace(0.5, 1, 24, device=DEVICE).to(z.dtype)
+
+    z0 = torch.full((2, 24), 1e4, dtype=torch.bfloat16, device=DEVICE)
+    with choice.use(form):
+        found = gdeq.solve(f, z0, gdeq.Broyden(20, 1e-2))
+    z = found.z.double()
+    true = (f(z) - z).norm(dim=1) / z.norm(dim=1)
+    assert found.converged.all(), str(found)
+    assert (true < 1.5e-2).all()
+
+
+@pytest.mark.parametrize("tol", [0.0, 1e-2])
+@pytest.mark.parametrize("bits", [16, 8])
+def test_the_estimated_error_of_a_solve_in_half_precision(form, bits, tol):
+    """The next step is the one that is in the store, rounded."""
+    problem = Multiscale(radius=0.9).to(DEVICE).to(torch.bfloat16)
+    z0 = tuple(part.to(torch.bfloat16) for part in problem.z0)
+    with choice.use(form):
+        found = gdeq.solve(problem, z0, gdeq.Broyden(3, tol, step_bits=bits))
+        z = pack(found.z).float()
+        step = found.inverse.matvec(pack(problem(found.z)).float() - z)
+    ratio = found.error * z.norm(dim=1) / step.norm(dim=1)
+    assert (ratio - 1).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("stop", ["relative", "whole"])
+@pytest.mark.parametrize("tol", [0.0, 1e-3, 1e-12])
+def test_parts_are_judged_one_by_one(form, stop, tol):
+    """Five, of different sizes in every sense, one of several chunks and one zero in the end."""
+    sizes, slopes = [3, 1100, 40, 16, 5], [0.9, 0.1, 0.5, 0.7, 0.3]
+    scales = [1e-4, 1.0, 1e-2, 1.0, 0.0]
+
+    def f(z):
+        return tuple(
+            a * part + scale * torch.linspace(0.5, 1, part.shape[1], device=DEVICE)
+            for part, a, scale in zip(z, slopes, scales, strict=True)
+        )
+
+    z0 = tuple(torch.ones(2, size, dtype=torch.float64, device=DEVICE) for size in sizes)
+    solver = gdeq.Broyden(9, tol, stop=stop)
+    expected, found = both(form, lambda: gdeq.solve(f, z0, solver))
+    assert_same_solution(expected, found, 1e-8)
+    assert_near(found.trace, expected.trace, 1e-6)
+    assert_near(found.residual, expected.residual, 1e-6)
+    if stop == "whole":
+        assert found.parts is None
+        return
+    assert found.parts.shape == (2, 5)
+    assert_near(found.parts, expected.parts, 1e-6)
+    assert_near(found.parts.amax(1), found.residual, 1e-6)
+
+
 def test_products_with_the_inverse_are_differentiable(form):
     problem = Dense(radius=0.7).to(DEVICE)
     z = torch.zeros_like(problem.x)
@@ -186,6 +294,9 @@ def test_a_sample_that_misses_the_tolerance_gets_its_best_iterate_and_that_inver
         assert_near(found.z, expected.z, 1e-9)
         assert_near(found.residual, expected.residual, 1e-9)
         assert_near(found.inverse.as_matrix(), expected.inverse.as_matrix(), 1e-7)
+        for solution in (expected, found):
+            step = solution.inverse.matvec(f(solution.z) - solution.z)
+            assert_near(solution.error, step.norm(dim=1) / solution.z.norm(dim=1), 1e-8)
 
 
 @pytest.mark.parametrize(
@@ -321,11 +432,12 @@ def test_a_float16_state_is_handed_over_as_parts_and_stays_in_its_range(
     # One is lost at the second step: before, there, and after it.
     lost = slope == 0.995 and not tol
     for max_iter in (1, 2, 3, 7) if lost or CUDA or form == "plain" else (7,):
+        solver = gdeq.Broyden(max_iter, tol, stop="whole")
         with choice.use(form):
-            found = gdeq.solve(f, z0, gdeq.Broyden(max_iter, tol))
+            found = gdeq.solve(f, z0, solver)
             with monkeypatch.context() as patch:
                 patch.setattr(VectorMap, "parts_dtype", None)  # by `VectorMap.inside` instead
-                expected = gdeq.solve(f, z0, gdeq.Broyden(max_iter, tol))
+                expected = gdeq.solve(f, z0, solver)
         assert isinstance(found.inverse.vectors, ProductInverse)
         assert all(torch.isfinite(part).all() for part in found.z)
         assert_same_solution(expected, found, 1e-3)

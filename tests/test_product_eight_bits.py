@@ -479,7 +479,7 @@ def test_a_refinement_reads_them_too(sizes, times):
     for form in ("plain", "triton"):
         with choice.use(form), torch.no_grad():
             w = inverse.T.negative_matvec(v)
-            how = Refinement(times, 1e-3, 3.0, 2.0, 3.0)
+            how = Refinement(times, 1e-3, 3.0, 1.5, 2.0, 3.0)
             refined = inverse.T.refined(w, v, lambda u: u @ matrix, how)
             assert (refined is None) == (form == "plain")
             if refined is None:

@@ -80,7 +80,7 @@ def test_more_chunks_than_are_summed_at_once(monkeypatch):
             solution = gdeq.solve(f, z0, gdeq.Broyden(3, 0.0))
             inverse = solution.inverse.vectors
             reused = inverse.T.negative_matvec(x)
-            how = Refinement(2, 1e-16, 3.0, 2.0, 3.0)
+            how = Refinement(2, 1e-16, 3.0, 1.5, 2.0, 3.0)
             w = inverse.T.refined(reused, x, vjp, how)
             assert (w is None) == (form == "plain")
             if w is None:
@@ -252,18 +252,25 @@ def test_what_is_settled_is_what_the_ledger_says(tol, stop):
     made = torch.tensor([*itertools.product(map(int, codes), sizes, [1e-17, 0.1])])
     batch, steps, last = len(made), 5, 4
     z = torch.zeros(batch, 3, dtype=torch.float64, device=DEVICE)
-    sweep = product.Sweep(z, [3], z.dtype, gdeq.Broyden(steps, tol, stop=stop), 1e-16, steps, None)
+    solver, sizes = gdeq.Broyden(steps, tol, stop=stop), [1, 1, 1] if stop == "relative" else [3]
+    sweep = product.Sweep(z, sizes, z.dtype, solver, 1e-16, steps, None)
     sweep.z = torch.full_like(z, 100.0)
     sweep.steps = torch.ones(batch, steps + 1, 3, dtype=z.dtype, device=DEVICE)
     sweep.keep.fill_(1)
     sweep.trace.fill_(7.0)
     code, absolute, relative = made.to(DEVICE, z.dtype).T
     one = torch.ones_like(relative)
-    sweep.real = torch.stack([absolute, relative, one, one, one, 0.25 * one, 0.125 * one])
+    rows = [absolute, relative, one, one, one, 0.25 * one, 0.125 * one]
+    if stop == "relative":  # parts and those of the best iterate, with room for four
+        rows += [i * one for i in range(8)]
+    sweep.real = torch.stack(rows)
     sweep.whole = torch.stack([0 * one, code, last * one, 2 * one]).int()
     ledger = ledger_of(sweep)
-    codes, residual, at = ledger.finish()
+    codes, residual, parts, at = ledger.finish()
     found = sweep.settle(steps)
+    assert (found.of_parts is None) == (stop == "absolute")
+    if parts is not None:
+        assert torch.equal(found.of_parts, parts)
     assert torch.equal(found.codes, codes)
     assert len(codes.unique()) >= 7
     assert torch.equal(found.residual.nan_to_num(-1), residual.nan_to_num(-1))

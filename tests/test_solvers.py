@@ -813,7 +813,8 @@ def test_a_solution_prints_what_happened():
     lines = str(solution).splitlines()
     assert re.fullmatch(
         rf"3 of 4 samples converged in at most {int(solution.steps.max())} steps, "
-        rf"{f.calls} evaluations of f, largest residual \d\.\de-\d\d",
+        rf"{f.calls} evaluations of f, largest residual \d\.\de-\d\d, "
+        r"estimated error at most \d\.\de-\d\d",
         lines[0],
     )
     assert len(lines) == 2

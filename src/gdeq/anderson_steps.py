@@ -42,9 +42,7 @@ class AndersonSweep(PlainSweep):
         self.memory, self.mixing = self.solver.memory, self.solver.mixing
         self.ridge = self.solver.ridge(self.z.dtype)
         self.coarse, self.blur = roundings(self.steps.dtype, self.z)
-        shape = self.gram.shape
-        self.coordinates = self.z.new_zeros(shape, dtype=torch.float64)  # L
-        self.products = self.z.new_zeros(shape, dtype=torch.float64)  # g_iᵀg_j
+        self.products = torch.zeros_like(self.coordinates)  # g_iᵀg_j
 
     def _begin(self, g: Tensor, absolute: Tensor) -> Tensor:
         self.coordinates[:, 0, 0] = 1 / self.mixing

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gdeq import product
 from gdeq.gradients import DEFAULT, Gradient, Unrolled
+from gdeq.ledger import least_part, residual_of
 from gdeq.nodes import (
     DirectEvaluation,
     LastEvaluation,
-    TwiceEvaluation,
     differentiates_in_the_solve,
     needs_second_order,
+    with_first_derivatives,
 )
 from gdeq.options import describe
 from gdeq.solution import Solution, Status
@@ -68,8 +70,8 @@ def solve_and_attach(
 
     The solution's own z is the same tensors where z has no gradients or is unrolled.  Else it is
     without gradients, in memory of its own that f's graph reads: it must not be changed in place.
-    With ``lend``, and without second derivatives, z itself is in that memory, and no copy is made;
-    nor of z0, where the solve can begin with it as it lies.
+    With ``lend`` z itself is in that memory, and no copy is made; nor of z0, where the solve can
+    begin with it as it lies.
     """
     check_pair(solver, gradient)
     space = StateSpace(z0)
@@ -86,28 +88,24 @@ def solve_and_attach(
         if parts is not None
         else space.start(z0)
     )
-    evaluation: TwiceEvaluation | DirectEvaluation
+    evaluation = DirectEvaluation(on_vectors, gradient)
     last = None
-    if needs_second_order(gradient):
-        evaluation = TwiceEvaluation(on_vectors, gradient)
-    else:
-        evaluation = DirectEvaluation(on_vectors, gradient)
-        if torch.is_grad_enabled() and differentiates_in_the_solve(space, solver, gradient):
-            last = LastEvaluation(on_vectors, evaluation)
-    z, solution = solve_space(on_vectors, start.detach(), space, solver, last, at_start, parts)
+    if torch.is_grad_enabled() and differentiates_in_the_solve(space, solver, gradient):
+        last = LastEvaluation(on_vectors, evaluation)
+    keep_secants = gradient.uses_secants and torch.is_grad_enabled()
+    z, solution = solve_space(
+        on_vectors, start.detach(), space, solver, last, at_start, parts, keep_secants
+    )
     if not torch.is_grad_enabled():
         return solution.z, solution
     with full_precision(space.device):
         if last is None or not last.made:
             torch.clear_autocast_cache()  # as in `LastEvaluation`
-            if isinstance(evaluation, DirectEvaluation):
+            if needs_second_order(gradient):
+                evaluation.at(with_first_derivatives(on_vectors, z, solution, gradient))
+            else:
                 evaluation.at(space.leaves(solution.z, "z", cast=False))
-        if isinstance(evaluation, DirectEvaluation):
-            return evaluation.attach(z, solution, lend), solution
-        z = space.pack(solution.z) if z is None else z
-        evaluation.at(z)
-        attached = evaluation.attach(z, solution)
-    return solution.z if attached is z else space.unpack(attached), solution
+        return evaluation.attach(z, solution, lend), solution
 
 
 def _unrolled(
@@ -124,21 +122,26 @@ def _unrolled(
         z = space.pack(solution.z) if found is None else found
         torch.clear_autocast_cache()
     with full_precision(space.device):
-        z, residuals = gradient.unroll(
-            f, z, solver.stop if solver else "relative", watch=solver is None
-        )
+        stop, tol = (solver.stop, solver.tol) if solver else ("whole", 0.0)
+        least = least_part(tol, space.precision(), space.dtype)
+        judge = partial(residual_of, stop=stop, sizes=space.sizes, least=least)
+        z, residuals = gradient.unroll(f, z, lambda fz, z: judge(fz, z)[0], watch=solver is None)
     if solution is not None and solver is not None:
-        # The unrolled steps may have left the fixed point: the claims are about where they ended,
-        # the last z that f was evaluated at.
-        converged = (residuals[-1] <= solver.tol) & (solver.tol > 0)
+        residual, parts, claims = residuals[-1], None, solver.tol > 0
+        if claims:  # about where the steps ended, where f has not been evaluated yet
+            with torch.no_grad(), full_precision(space.device):
+                residual, parts = judge(f(z), z)
+        # Beside a z that runs away any g is small: where the solve saw that, nothing is claimed.
+        converged = (residual <= solver.tol) & claims & (solution.codes != Status.STALLED)
         return replace(
             solution,
             z=space.unpack(z),
             converged=converged,
-            residual=residuals[-1],
+            residual=residual,
             codes=torch.where(converged, Status.CONVERGED, Status.UNROLLED),
-            evals=solution.evals + gradient.steps,
+            evals=solution.evals + gradient.steps + claims,
             inverse=None,
+            parts=parts,
         )
     batch = residuals[-1].shape
     steps = torch.full(batch, gradient.steps, device=space.device)

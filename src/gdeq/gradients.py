@@ -13,6 +13,7 @@ How good a w is can be told from its residual r = v − (I − Jᵀ)w: one produ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import field
 from typing import ClassVar
 
@@ -27,11 +28,18 @@ from gdeq.solution import Cotangent, Solution
 from gdeq.solve import check_solver, iterate
 from gdeq.solvers.base import Solver, change_seen, select
 from gdeq.solvers.broyden import Broyden
+from gdeq.solvers.gmres import GMRES
 from gdeq.state import Vectorized
 
-# The last step of a refinement may be so many times as long beside its residual as w is beside v.
-# Where an inverse is sound it is shorter: no median of benchmarks/gradients.py changes by it.
+# Broyden's inverse is trusted where it makes v at most so many times as long: after a long solve it
+# can be too long by orders of magnitude.
+LONGEST = 3.0
+# Nothing measures where the last step of a refinement leads, so it is bounded twice.  What the
+# inverse makes of the residual may be so many times as long beside it as w is beside v.
 AMPLIFICATION = 3.0
+# And Broyden's factor for it, which may divide by next to nothing, may be so many times as large as
+# 1, or as the factor of smallest residual, which cannot.
+OVERSHOOT = 1.5
 # Where the last residual is so many times the smallest that was seen, and w would be so many times
 # as long as the w of that one, that one is the result.  Either alone says too little: a good w can
 # have a larger residual than JFB's, and be far longer (benchmarks/vjps.py).
@@ -43,6 +51,7 @@ class Gradient:
 
     uses_vjp: ClassVar[bool] = True  # asks for products with Jᵀ
     uses_inverse: ClassVar[bool] = False  # asks for the inverse that the forward solver built
+    uses_secants: ClassVar[bool] = False  # asks for the last secants of the forward solve
     second_order: ClassVar[bool] = False  # has a derivative itself (double backward)
     # All that is done to v is one product with the inverse: it may be given in half precision.
     takes_half: ClassVar[bool] = False
@@ -112,21 +121,22 @@ class NPG(Gradient):
 class Implicit(Gradient):
     """The exact gradient: solve w = v + Jᵀw, a fixed point in w, started at v.
 
-    solver: any solver; its ``tol`` bounds ‖(I − Jᵀ)w − v‖/‖v‖.  `GMRES` needs the fewest VJPs.
-    precondition: start from GDEQ's w and hand the solver (`Broyden`, `GMRES`) the transposed
-        inverse that the forward solve built, instead of the identity.
+    solver: any solver; its ``tol`` bounds ‖(I − Jᵀ)w − v‖/‖v‖.  `GMRES` needs the fewest VJPs
+        (benchmarks/gradients.py); the paper uses ``Broyden(max_iter=20, tol=1e-6)``.
+    precondition: start from what the forward solve learned about the inverse, as `GDEQ` with
+        ``refine`` does, and hand it to the solver (`Broyden`, `GMRES`) instead of the identity.
     double_backward: allow second derivatives.  They need f's graph a second time: one more
         evaluation of f, and its activations, in every forward pass.  Switch it off to save both.
     """
 
-    solver: Solver = field(default_factory=lambda: Broyden(max_iter=20, tol=1e-6))
+    solver: Solver = field(default_factory=lambda: GMRES(max_iter=20, tol=1e-6))
     precondition: bool = field(default=False, kw_only=True)
     double_backward: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         check_type(self, "solver", Solver, "a solver such as gdeq.Broyden(max_iter=20, tol=1e-6)")
         check_solver(self.solver, linear=True)
-        if self.solver.stop != "relative":
+        if self.solver.stop == "absolute":
             raise ValueError("Implicit needs a solver with stop='relative': it is relative to ‖v‖")
         check_flag(self, "precondition")
         check_flag(self, "double_backward")
@@ -136,20 +146,29 @@ class Implicit(Gradient):
         return self.precondition
 
     @property
+    def uses_secants(self) -> bool:  # type: ignore[override]
+        return self.precondition
+
+    @property
+    def needs_inverse(self) -> bool:
+        return False
+
+    @property
     def second_order(self) -> bool:  # type: ignore[override]
         return self.double_backward
 
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
-        inverse = forward_inverse(solution).T if self.precondition else None
+        w, inverse = first_step(v, solution) if self.precondition else (v, None)
         found = iterate(
             lambda w: v + vjp(w),
-            -inverse.matvec(v) if inverse else v,
+            w,
             self.solver,
             precision=solution.precision,
             right=v,
             inverse=inverse,
         )
-        return Cotangent(found.z, found.evals, found.residual, self.solver.tol or None)
+        floor = rounding_floor(found.z, v, solution.precision)
+        return Cotangent(found.z, found.evals, found.residual, self.solver.tol or None, floor=floor)
 
 
 @options
@@ -158,16 +177,18 @@ class GDEQ(Gradient):
 
     B_T⁻¹ ≈ (J − I)⁻¹ = −(I − J)⁻¹, so (I − J)⁻ᵀ v ≈ −B_T⁻ᵀ v.
 
-    It is good in the directions that the forward iterates explored and close to JFB elsewhere.
-    Beyond the paper, Broyden's method on the adjoint equation can go on from there.  With
-    h(w) = v + Jᵀw its root function h(w) − w has the Jacobian Jᵀ − I = (J − I)ᵀ, whose inverse
-    estimate is B_T⁻ᵀ: the *transpose* of what the forward pass left.  At 0 the root function is v
-    without any VJP, and −B_T⁻ᵀv is the step from there: so the first VJP already brings an update,
-    which matters where B_T⁻ᵀ is far off for a sample (without it such samples spoil a training).
-    (Minimising the residual over the same VJPs, as GMRES does, gives a smaller residual but a
-    larger error of the gradient: see benchmarks/gradients.py and benchmarks/vjps.py.)
+    This is the paper's gradient.  It is good in the directions that the forward iterates explored
+    and close to JFB elsewhere, if the solve was short.  After a long one it can be off by a factor
+    of 10⁵: B_T⁻ᵀ has large entries in directions that no step explored.  ``Measured(GDEQ())`` shows
+    that as a backward residual far above 1.
 
-    After another solver than `Broyden`, which leaves no inverse, both begin from −I, that is JFB.
+    Beyond the paper, Broyden's method on the adjoint equation can go on from a first estimate that
+    is safe after long solves too (`first_step`).  With h(w) = v + Jᵀw its root function h(w) − w
+    has the Jacobian Jᵀ − I = (J − I)ᵀ, whose inverse estimate is the *transpose* of what the
+    forward solve left.  At 0 the root function is v without any VJP, and the first estimate is the
+    step from there: so the first VJP already brings an update.  (Minimising the residual over the
+    same VJPs, as GMRES does, gives a smaller residual but a larger error of the gradient:
+    benchmarks/vjps.py.)
 
     refine: spend exactly this many VJPs on it.  How far the last of them moved w, ‖Δw‖/‖w‖, is
         the ``error`` of the record: about the relative error before that step, and so mostly more
@@ -206,6 +227,10 @@ class GDEQ(Gradient):
         return self.refine > 0 or self.tolerance is not None
 
     @property
+    def uses_secants(self) -> bool:  # type: ignore[override]
+        return self.uses_vjp
+
+    @property
     def needs_inverse(self) -> bool:
         return not self.uses_vjp
 
@@ -214,17 +239,12 @@ class GDEQ(Gradient):
         return type(self) is GDEQ and not self.uses_vjp  # who derives from it may do more
 
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
-        if solution.inverse is None and not self.needs_inverse:  # another solver's: from JFB on
-            inverse: Inverse = no_inverse(v)
-            w = v
-        else:
-            inverse = forward_inverse(solution)
-            w = inverse.T.negative_matvec(v)
+        if not self.uses_vjp:
+            return Cotangent(forward_inverse(solution).T.negative_matvec(v), 0)
+        w, inverse = first_step(v, solution)
         if self.refine:
-            return _refined(w, v, vjp, inverse.T, refinement(self.refine, solution.precision))
-        if self.tolerance is not None:
-            return self._refine_where_needed(w, v, vjp, solution, inverse)
-        return Cotangent(w, 0)
+            return _refined(w, v, vjp, inverse, refinement(self.refine, solution.precision))
+        return self._refine_where_needed(w, v, vjp, solution, inverse)
 
     def _refine_where_needed(
         self, w: Tensor, v: Tensor, vjp: Vectorized, solution: Solution, inverse: Inverse
@@ -237,7 +257,7 @@ class GDEQ(Gradient):
             Broyden(max_iter=self.max_refine, tol=self.tolerance),
             precision=solution.precision,
             right=v,
-            inverse=inverse.T,
+            inverse=inverse,
         )
         w, vjps, residual = found.z, found.evals, found.residual
         fell_back = torch.zeros_like(found.converged)
@@ -249,24 +269,43 @@ class GDEQ(Gradient):
             fell_back = ~found.converged & ~(residual <= jfb_residual)
             w = select(fell_back, v, w)
             residual = torch.where(fell_back, jfb_residual, residual)
-        return Cotangent(w, vjps, residual, self.tolerance, fell_back)
+        floor = rounding_floor(w, v, solution.precision)
+        return Cotangent(w, vjps, residual, self.tolerance, fell_back, floor=floor)
+
+
+def first_step(v: Tensor, solution: Solution) -> tuple[Tensor, Inverse]:  # (batch, d)
+    """The first estimate of w, and the estimate of (Jᵀ − I)⁻¹ that it is made with.
+
+    By the last secants of the solve, where they are known (`gdeq.secants`).  Where f computes in
+    half precision they are not: too much of them is rounding.  There, by Broyden's inverse for the
+    samples that it is plausible for; for the others, and after a solver that has none, −I.
+    """
+    if solution.secants is not None:
+        inverse: Inverse = solution.secants.inverse().T
+        return inverse.negative_matvec(v), inverse
+    if solution.inverse is None:
+        return v, no_inverse(v).T
+    return forward_inverse(solution).T.trusted(v, LONGEST)
 
 
 def refinement(times: int, precision: float) -> Refinement:
-    return Refinement(times, precision, AMPLIFICATION, SETBACK, GROWTH)
+    return Refinement(times, precision, AMPLIFICATION, OVERSHOOT, SETBACK, GROWTH)
 
 
 def _refined(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinement) -> Cotangent:
     found = inverse.refined(w, v, vjp, how)  # on a GPU
     if found is None:
         found = _refine(w, v, vjp, inverse, how)
-    return Cotangent(found[0], how.times, error=found[1])
+    w, error, length = found
+    return Cotangent(w, how.times, error=error, length=length)
 
 
 def _refine(
     w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinement
-) -> tuple[Tensor, Tensor]:  # (batch, d), (batch,)
+) -> tuple[Tensor, Tensor, Tensor]:  # (batch, d), (batch,), (batch,)
     """Broyden's method from 0, where the residual is v and the first step is ``w``.
+
+    With its result, how far the last step went, and ‖w‖.
 
     The updates are kept as factors I + s_{t+1}s_tᵀ/‖s_t‖² of the inverse (`gdeq.product`).
     """
@@ -291,20 +330,26 @@ def _refine(
         limit = 1e3 * eps * squared.sqrt() * norm(step - q).unsqueeze(1)
         sound = denominator.abs() > limit
         sound &= change_seen(before, r, w, how.precision).unsqueeze(1)
-        after = q * torch.where(sound, squared / denominator, 1.0)
-        factors.append((step, torch.where(sound, 1 / squared, 0.0), after))
-        if count == how.times:  # nothing measures where this one leads: be careful
+        longer = torch.where(sound, squared / denominator, 1.0)
+        if count == how.times:
+            change = before - r
+            best = dot(before, change).abs() / dot(change, change)
+            most = how.overshoot * best.nan_to_num(1.0, 1.0).clamp(min=1.0)
             bound = how.amplification * size * (norm(w) / norm(v))
-            share = torch.clamp(bound / norm(after), max=1.0).nan_to_num(1.0)  # 0/0: no step
-            share = share.unsqueeze(1)
-            after = torch.where(share > 0, share * after, 0.0)  # it may not be finite
-            length, moved = norm(w + after), norm(after)
-            good = good & ((size <= how.setback * least) | (length <= how.growth * norm(kept)))
+            share = torch.clamp(bound / norm(q), max=1.0).nan_to_num(1.0)  # 0/0: no step
+            q = torch.where(share.unsqueeze(1) > 0, q, 0.0)  # it may not be finite
+            longer = torch.where(sound, torch.clamp(longer, -most, most), 1.0)
+            longer = longer * share.unsqueeze(1)
+        after = longer * q
+        factors.append((step, torch.where(sound, 1 / squared, 0.0), after))
+        if count == how.times:
+            length, moved, of_kept = norm(w + after), norm(after), norm(kept)
+            good = good & ((size <= how.setback * least) | (length <= how.growth * of_kept))
         w, step = select(good, w + after, kept), after
     # No step, but a residual: nothing is known.
     known = good & (moved > 0) & (length > 0) & torch.isfinite(length)
     error = torch.where(known, moved / length, torch.where(size == 0, 0.0, torch.inf))
-    return w, error
+    return w, error, torch.where(good, length, of_kept)
 
 
 # For whoever does not choose.  Not the paper's plain reuse: on MDEQ and CIFAR-10 that is no better
@@ -332,6 +377,10 @@ class Measured(Gradient):
         return self.gradient.uses_inverse
 
     @property
+    def uses_secants(self) -> bool:  # type: ignore[override]
+        return self.gradient.uses_secants
+
+    @property
     def needs_inverse(self) -> bool:
         return self.gradient.needs_inverse
 
@@ -357,19 +406,19 @@ class Unrolled(Gradient):
         check_real(self, "damping", 0.0, 1.0, open_low=True)
 
     def unroll(
-        self, f: Vectorized, z: Tensor, stop: str, watch: bool
+        self, f: Vectorized, z: Tensor, residual: Callable[[Tensor, Tensor], Tensor], watch: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """The last z with its graph, and the residual at each z f was given, or at the last."""
+        """The last z with its graph, and the residual at each z f was given, or at the last.
+
+        residual: of f(z) and z.
+        """
         trace = []
         for step in range(1, self.steps + 1):
             fz = f(z)
             g = fz - z
             if watch or step == self.steps:
                 with torch.no_grad():
-                    absolute, size, other = safe_norms(g, fz, z)
-                    whole = torch.maximum(size, other)
-                    relative = torch.where(absolute > 0, absolute / whole, absolute)
-                    trace.append(relative if stop == "relative" else absolute)
+                    trace.append(residual(fz, z))
             z = fz if self.damping == 1 else z + self.damping * g
         return z, trace
 
@@ -378,6 +427,12 @@ def forward_inverse(solution: Solution) -> Inverse:
     if solution.inverse is None:
         raise ValueError("the forward solver left no inverse to reuse; solve with gdeq.Broyden")
     return solution.inverse.vectors
+
+
+def rounding_floor(w: Tensor, v: Tensor, precision: float) -> Tensor:  # (batch, d) -> (batch,)
+    """The residual that the rounding of v + Jᵀw may leave or hide (as in `gdeq.ledger`)."""
+    reached, size = safe_norms(w, v)
+    return 0.5 * precision * relative(size + reached, size)
 
 
 def relative_norm(r: Tensor, v: Tensor) -> Tensor:  # (batch, d), (batch, d) -> (batch,)

@@ -2,32 +2,105 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from gdeq.operators import safe_norms
 from gdeq.solution import Status
 from gdeq.solvers.base import Solver
+
+LEAST_PART = 1e-5
+
+
+def least_part(tol: float, precision: float, dtype: torch.dtype) -> float:
+    """How large beside the whole state, of this dtype, a part of it counts at least.
+
+    One that is zero at the fixed point would never be solved beside its own size.  Nor would one
+    that the rounding of the others keeps in motion: that of f beside it, and that of z beside the
+    residual that is allowed.
+    """
+    allowed = 0.5 * torch.finfo(dtype).eps / tol if tol else 0.0
+    return min(1.0, max(LEAST_PART, precision, allowed))
+
+
+class Norms(NamedTuple):
+    """Of one iterate of each sample."""
+
+    absolute: Tensor  # (batch,) ‖g‖
+    size: Tensor  # (batch,) max(‖f(z)‖, ‖z‖), or ‖f(0)‖ where f is affine
+    of_z: Tensor  # (batch,) ‖z‖
+    parts: Tensor | None = None  # (batch, parts) ‖g‖ of each part beside its size, if so judged
+
+    def relative(self) -> Tensor:  # -> (batch,)
+        whole = relate(self.absolute, self.size)
+        return whole if self.parts is None else torch.maximum(whole, self.parts.amax(1))
+
+
+def judged_sizes(stop: str, sizes: list[int], linear: bool = False) -> list[int]:
+    """Of the parts whose residuals are taken one by one; sizes: of the tensors of the state."""
+    return sizes if stop == "relative" and not linear else [sum(sizes)]
+
+
+def norms_of(
+    g: Tensor,  # (batch, d)
+    fz: Tensor,  # (batch, d)
+    z: Tensor,  # (batch, d)
+    sizes: Sequence[int],
+    least: float,
+    floor: Tensor | float = 0.0,  # (batch,)
+) -> Norms:
+    """sizes: of the parts that are judged one by one.
+
+    least: of `least_part`.  floor: how large the whole state counts at least.
+    """
+    if len(sizes) == 1:
+        absolute, of_f, of_z = safe_norms(g, fz, z)
+        return Norms(absolute, torch.maximum(of_f, of_z).clamp(min=floor), of_z)
+    pieces = zip(*(x.split(list(sizes), dim=1) for x in (g, fz, z)), strict=True)
+    norms = [safe_norms(*piece) for piece in pieces]
+    each_g, each_f, each_z = (torch.stack(of_parts, 1) for of_parts in zip(*norms, strict=True))
+    absolute, of_f, of_z = safe_norms(each_g, each_f, each_z)
+    size = torch.maximum(of_f, of_z).clamp(min=floor)
+    own = torch.maximum(torch.maximum(each_f, each_z), least * size.unsqueeze(1))
+    return Norms(absolute, size, of_z, relate(each_g, own))
+
+
+def residual_of(
+    fz: Tensor,  # (batch, d)
+    z: Tensor,  # (batch, d)
+    stop: str,
+    sizes: list[int],
+    least: float,
+) -> tuple[Tensor, Tensor | None]:  # (batch,), (batch, parts)
+    """What a solver with this ``stop`` says of z, and of its parts if it judges them."""
+    norms = norms_of(fz - z, fz, z, judged_sizes(stop, sizes), least)
+    return norms.absolute if stop == "absolute" else norms.relative(), norms.parts
 
 
 class Ledger:
     """All fields are ``(batch,)``; of a sample that is no longer active nothing changes.
 
-    absolute, relative: ‖g‖, and ‖g‖ beside ``size``; ``residual`` is the one that the solver stops
-        at.
-    size: max(‖f(z)‖, ‖z‖), or ‖f(0)‖ where f is affine (``linear``).
+    absolute, relative: ‖g‖, and ‖g‖ beside its size, or that of a part if it is larger;
+        ``residual`` is the one that the solver stops at.
+    parts: (batch, parts), if the state is judged by them.
+    linear: f is affine.  Then a g below the rounding of f at this z counts as that rounding: it may
+        be all that is left of f(0) beside a z that is far larger.
     best_step: the iterate of smallest ‖g‖.  Not of smallest relative residual: beside a z that ran
         away, any g is small.
     """
 
-    def __init__(
-        self, solver: Solver, precision: float, absolute: Tensor, size: Tensor, linear: bool
-    ) -> None:
+    def __init__(self, solver: Solver, precision: float, norms: Norms, linear: bool) -> None:
         self.solver, self.precision, self.linear = solver, precision, linear
         self.watch = solver.tol > 0
         # A relative residual at this level is the rounding of f itself (half a unit in the last
         # place).
         self.rounding = 0.5 * precision
-        self.absolute, self.relative = absolute, relate(absolute, size)
+        absolute, size, _, self.parts = norms
+        claimed = self._claimed(norms)
+        self.absolute, self.relative = absolute, norms._replace(absolute=claimed).relative()
         self.first_absolute, self.first_size, self.peak = absolute, size, absolute
         self.residual = self._residual()
         finite = torch.isfinite(absolute) & torch.isfinite(size)
@@ -38,27 +111,33 @@ class Ledger:
             self.codes = torch.where(finite & within, Status.CONVERGED, self.codes)
             self.active = finite & ~within
         self.steps = torch.zeros_like(self.codes)
-        self.best_step, self.best_absolute, self.best_residual = (
-            self.steps,
-            absolute,
-            self.residual,
-        )
+        self.best_step, self.best_absolute = self.steps, claimed
+        self.best_residual, self.best_parts = self.residual, self.parts
+
+    def _claimed(self, norms: Norms) -> Tensor:  # -> (batch,)
+        """‖g‖, or the rounding of an affine f if that is more."""
+        if not self.linear:
+            return norms.absolute
+        return torch.maximum(norms.absolute, self.rounding * (norms.size + norms.of_z))
 
     def _residual(self) -> Tensor:
-        return self.relative if self.solver.stop == "relative" else self.absolute
+        return self.absolute if self.solver.stop == "absolute" else self.relative
 
-    def accepts(self, absolute: Tensor, size: Tensor) -> Tensor:  # -> (batch,)
+    def accepts(self, norms: Norms) -> Tensor:  # -> (batch,)
         """The samples that take the step: still active, and f is finite where it leads."""
-        finite = absolute + size < torch.inf  # false for NaN too, in half the operations
-        return self.active & finite
+        # Of the sum: false for NaN too, in half the operations.
+        return self.active & (norms.absolute + norms.size < torch.inf)
 
-    def note(self, step: int, good: Tensor, absolute: Tensor, size: Tensor) -> Tensor:
+    def note(self, step: int, good: Tensor, norms: Norms) -> Tensor:
         """Take in the iterate of a step for the ``good`` samples; says for which it is the best."""
         on_cpu = good.device.type == "cpu"
         all_good = on_cpu and bool(good.all())
-        before, relative = self.relative, relate(absolute, size)
+        absolute, size, _, parts = norms
+        claimed = self._claimed(norms)
+        before, relative = self.relative, norms._replace(absolute=claimed).relative()
         self.absolute = absolute if all_good else torch.where(good, absolute, self.absolute)
         self.relative = relative if all_good else torch.where(good, relative, self.relative)
+        self.parts = _of_rows(good, parts, self.parts)
         self.residual = self._residual()
         self.steps = torch.where(self.active, step, self.steps)
         if not all_good:
@@ -67,27 +146,28 @@ class Ledger:
         if not self.watch:
             return good
         self.peak = torch.maximum(self.peak, self.absolute)  # of a frozen sample nothing changes
-        ends = good & ((self.residual <= self.solver.tol) | (self.relative <= self.rounding))
+        rounded = absolute < claimed if self.linear else self.relative <= self.rounding
+        ends = good & (rounded | (self.residual <= self.solver.tol))
         if not on_cpu or bool(ends.any()):  # where looking is free, there is seldom more to do
-            self._close(good, ends, before, size)
-        better = good & (self.absolute < self.best_absolute)
-        self.best_absolute = torch.where(better, self.absolute, self.best_absolute)
+            self._close(good, good & rounded, before, size)
+        better = good & (claimed < self.best_absolute)
+        self.best_absolute = torch.where(better, claimed, self.best_absolute)
         self.best_residual = torch.where(better, self.residual, self.best_residual)
+        self.best_parts = _of_rows(better, self.parts, self.best_parts)
         self.best_step = torch.where(better, step, self.best_step)
         return better
 
-    def _close(self, good: Tensor, ends: Tensor, before: Tensor, size: Tensor) -> None:
+    def _close(self, good: Tensor, rounded: Tensor, before: Tensor, size: Tensor) -> None:
         tol = self.solver.tol
         converged = good & (self.residual <= tol)
-        if self.solver.stop == "relative" and not self.linear:
+        if self.solver.stop != "absolute" and not self.linear:
             # A z that runs away makes any g look small beside it: with f(z) = z + c, slowly and g
             # constant; after a wild step, at once, when g may even vanish in rounding.
             hidden = self.precision * size > flight_limit(tol, self.precision) * self.peak
             flown = hidden | (self.absolute > tol**0.5 * self.peak)
             flown &= size > 10 * self.first_size
             converged = converged & ~self._constant() & ~flown
-        at_rounding = ends & ~converged & (self.relative <= self.rounding)
-        at_rounding &= self.relative >= before
+        at_rounding = rounded & ~converged & (self.relative >= before)
         self.codes = torch.where(converged, Status.CONVERGED, self.codes)
         self.codes = torch.where(at_rounding, Status.ROUNDING, self.codes)
         self.active = good & ~converged & ~at_rounding
@@ -95,8 +175,8 @@ class Ledger:
     def _constant(self) -> Tensor:
         return (self.absolute - self.first_absolute).abs() <= 1e-3 * self.first_absolute
 
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:  # -> (batch,), (batch,), (batch,)
-        """Codes and residual of what is returned, and the step it belongs to.
+    def finish(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Codes, residual and parts of what is returned, and the step it belongs to.
 
         With a tolerance, a sample that never met it gets its best iterate.
         """
@@ -109,10 +189,19 @@ class Ledger:
         codes = torch.where(stalled, Status.STALLED, codes)
         if not self.watch:
             # The step at which f was no longer finite was not taken.
-            return codes, self.residual, self.steps - (codes == Status.NONFINITE).long()
+            at = self.steps - (codes == Status.NONFINITE).long()
+            return codes, self.residual, self.parts, at
         missed = (codes != Status.CONVERGED) & (codes != Status.NONFINITE_START)
         residual = torch.where(missed, self.best_residual, self.residual)
-        return codes, residual, torch.where(missed, self.best_step, self.steps)
+        parts = _of_rows(missed, self.best_parts, self.parts)
+        return codes, residual, parts, torch.where(missed, self.best_step, self.steps)
+
+
+def _of_rows(mask: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor | None:
+    """``new`` where the mask holds.  (batch,), (batch, parts), (batch, parts) -> (batch, parts)"""
+    if new is None or old is None:
+        return None
+    return torch.where(mask.unsqueeze(1), new, old)
 
 
 def flight_limit(tol: float, precision: float) -> float:
@@ -120,5 +209,5 @@ def flight_limit(tol: float, precision: float) -> float:
     return max(tol**0.5, min(1.0, 100 * precision))
 
 
-def relate(absolute: Tensor, size: Tensor) -> Tensor:  # -> (batch,)
+def relate(absolute: Tensor, size: Tensor) -> Tensor:  # of one shape
     return torch.where(absolute > 0, absolute / size, absolute)  # 0/0 is solved

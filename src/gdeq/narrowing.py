@@ -229,7 +229,7 @@ class Samples:
         self.batch = f.space.batch
         can = solver.tol > 0 and isinstance(f.f, CellOnInputs)
         # What couples samples by less than that is in no residual that the solve tells.
-        self.tolerated = 0.1 * solver.tol if solver.stop == "relative" else 0.0
+        self.tolerated = 0.0 if solver.stop == "absolute" else 0.1 * solver.tol
         self.sizes = sizes_below(f.space.batch) if can else []  # to come
         self.narrowed = False
         if self.sizes:  # told at once, whether or not samples will leave

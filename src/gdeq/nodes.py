@@ -11,11 +11,20 @@ also brings Jᵀw to the input node, where the output node has left v and w:
 is the residual of the adjoint equation, so the error of the gradient is measured in passing.  A w
 that needs no product with J (JFB, plain GDEQ) needs no input node.
 
-Both nodes are in the user's terms (`DirectEvaluation`): only what a gradient method works on, v, w
-and the products, are batched vectors (and not even these where `JFB` is refined in half precision
-on a GPU, `gdeq.kernels.refinement_parts`).  For second derivatives (`Implicit`) r itself is needed:
-there the nodes are between batched vectors (`TwiceEvaluation`), and the output node sends v − w to
-a node of that kind.
+Both nodes are in the user's terms: only what a gradient method works on, v, w and the products,
+are batched vectors (and not even these where `JFB` is refined in half precision on a GPU,
+`gdeq.kernels.refinement_parts`).
+
+Second derivatives (`Implicit`).  The gradient g = (∂f/∂θ)ᵀw depends on w and on z*, and both are
+fixed points that depend on θ.  A pass with create_graph=True gives w its own nodes, as the fixed
+point of w = v + Jᵀw.  For z* there are the same two nodes around an evaluation of f of its own:
+
+    z* --> [input] --> f --> [output] --> [input] --> f --> [output] --> z*
+
+What a second pass brings to the input node in the middle goes on to the left; the Jᵀw of a first
+pass ends there.  The two come by the same edge, and no number tells them apart, so the second pass
+announces itself: w is handed to f through a node (`_Notice`) that runs in such a pass alone, and
+before the input node, because it is connected to it.
 """
 
 from __future__ import annotations
@@ -28,13 +37,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.gradients import JFB, Gradient, Implicit, refinement, relative, relative_norm
+from gdeq.gradients import JFB, Gradient, Implicit, refinement, relative
 from gdeq.kernels import choice
 from gdeq.operators import residual_norm, safe_norms
 from gdeq.recording import recording
 from gdeq.solution import BackwardRecord, Cotangent, Solution
 from gdeq.solvers.base import Solver
-from gdeq.state import State, StateSpace, Vectorized, VectorMap, full_precision
+from gdeq.state import State, StateSpace, VectorMap, full_precision
 
 
 @dataclass
@@ -43,45 +52,65 @@ class _Link:
 
     gradient: Gradient
     solution: Solution = field(init=False)
-    in_remainder: bool = False  # r is made by autograd, and measured in `_Remainder`
-    v: Tensor | None = None  # (batch, d) of the backward pass under way
-    w: Tensor | None = None  # (batch, d)
-    size: Tensor | None = None  # (batch,) ‖v‖
-    unit: Tensor | None = None  # (batch,) of v, w and ‖v‖, where they are not as they came
+    of_pass: int = -1  # the backward pass that the following are of
+    v: Tensor | None = None  # (batch, d), in units
+    w: Tensor | None = None  # (batch, d), in units
+    size: Tensor | None = None  # (batch,) ‖v‖, in units
+    unit: Tensor | None = None  # (batch,)
     tensors: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None  # of v and w, not in units
-    noise: Tensor | None = None  # (batch,) the residual norm that its w leaves behind
-    twice: bool = False  # a backward pass was itself differentiated
+    second_pass: int = -1  # a backward pass that differentiates a gradient
+
+    def leave(self, size: Tensor, unit: Tensor) -> None:  # (batch,), (batch,)
+        """Beside v and w, for the input node."""
+        self.of_pass, self.size, self.unit = _this_pass(), size / unit, unit
+        # A pass that was asked for some gradients alone may never come to the input node.
+        _at_the_end_of_this_pass(self.forget)
 
     @property
     def awaits_product(self) -> bool:
-        joined = self.v is not None and self.w is not None
-        return (joined or self.tensors is not None) and self.size is not None
+        return self.of_pass == _this_pass() and self.size is not None
 
-    def measure(self, product: Tensor) -> None:  # (batch, d)
-        """Record the residual that Jᵀw says w has, once."""
-        assert self.v is not None
-        assert self.w is not None
-        self._measured(residual_norm(self.v, self.w, product))
-
-    def measure_tensors(self, product: Sequence[Tensor], space: StateSpace) -> None:
-        """The same where v and w are tensors."""
-        from gdeq.kernels import refinement_parts as fused  # noqa: PLC0415 (needs Triton)
-
-        assert self.tensors is not None
-        assert self.unit is not None
-        self._measured(fused.residual_norms(*self.tensors, product, space, 1 / self.unit))
-
-    def _measured(self, residual: Tensor) -> None:  # (batch,)
+    def measure(self, product: Sequence[Tensor], space: StateSpace) -> None:
+        """Record the residual that Jᵀw, in the user's terms, says w has."""
         assert self.size is not None
-        _record(self.solution, relative(residual, self.size))
+        assert self.unit is not None
+        per_unit = 1 / self.unit
+        if self.tensors is not None:
+            from gdeq.kernels import refinement_parts as fused  # noqa: PLC0415 (needs Triton)
+
+            residual = fused.residual_norms(*self.tensors, product, space, per_unit)
+        else:
+            assert self.v is not None
+            assert self.w is not None
+            residual = residual_norm(self.v, self.w, space.join_scaled(product, per_unit))
+        record = self.solution.record
+        record.measured(relative(residual, self.size))
+        if record.length is None and self.w is not None:  # a weight for what was just measured
+            length = self.size if self.w is self.v else safe_norms(self.w)[0]
+            record.length = length * self.unit
         self.forget()
+
+    def without_product(self, sums: Sequence[Tensor], space: StateSpace) -> list[Tensor]:
+        """Of sums that may hold Jᵀw, the rest; with r, whose share makes up for what w lacks."""
+        flat = space.join(sums)
+        if self.awaits_product:
+            assert self.v is not None
+            assert self.w is not None
+            assert self.unit is not None
+            flat = flat + (self.v - self.w) * self.unit.unsqueeze(1)
+            self.forget()
+        return space.split(flat, space.dtypes)
 
     def forget(self) -> None:
         self.v = self.w = self.size = self.unit = self.tensors = None
 
 
 class _Given(torch.autograd.Function):
-    """z as f sees it.  Takes gradients but passes none on: z* does not depend on z0."""
+    """z as f sees it: the input node.
+
+    z* does not depend on z0: gradients are passed on in a second pass alone, and only where z has
+    nodes of its own.
+    """
 
     @staticmethod
     def forward(
@@ -93,15 +122,13 @@ class _Given(torch.autograd.Function):
         return tuple(leaf.data for leaf in z)
 
     @staticmethod
-    def backward(ctx: Any, *products: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, *products: Tensor) -> tuple[Tensor | None, ...]:
         link: _Link = ctx.link
-        if link.awaits_product:
-            with full_precision(products[0].device):
-                assert link.unit is not None
-                if link.tensors is None:
-                    link.measure(ctx.space.join_scaled(products, 1 / link.unit))
-                else:
-                    link.measure_tensors(products, ctx.space)
+        with full_precision(products[0].device):
+            if link.second_pass == _this_pass():
+                return None, None, None, *link.without_product(products, ctx.space)
+            if link.awaits_product:
+                link.measure(products, ctx.space)
         return None, None, None, *(None for _ in products)
 
 
@@ -123,25 +150,30 @@ class _Direct(torch.autograd.Function):
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.link, ctx.space, ctx.inside = link, space, inside
+        ctx.set_materialize_grads(False)
         ctx.dtypes = [leaf.dtype for leaf in tensors[: len(z)]]
         if len(tensors) > len(z):
             ctx.save_for_backward(*tensors)
         return tuple(z)
 
     @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *arrived: Tensor | None) -> tuple[Any, ...]:
         link: _Link = ctx.link
-        if torch.is_grad_enabled():  # the caller asked for create_graph=True
+        count, tensors = len(arrived), ctx.saved_tensors
+        if all(leaf is None for leaf in arrived):  # a pass that ended at the input node before this
+            return None, None, None, None, *(None for _ in tensors or arrived)
+        again = torch.is_grad_enabled()  # the caller asked for create_graph=True
+        if again:
             _check_second_order(link.gradient)
-        count, tensors = len(incoming), ctx.saved_tensors
-        with full_precision(incoming[0].device):
+        incoming = _with_zeros(arrived, ctx.space)
+        with full_precision(ctx.space.device):
             if not tensors:
                 v = ctx.space.join(incoming, _dtype_of_v(ctx, incoming))
                 found = link.gradient.cotangent(v, _no_vjp, link.solution)
                 given = _to_tensors(ctx, found.w)
             else:
+                product = _Product(ctx, tensors[:count], tensors[count:])
                 with torch.no_grad():
-                    product = _Product(ctx, tensors[:count], tensors[count:])
                     refined = _refined_in_parts(ctx, incoming, product)
                     if refined is not None:
                         found, given = refined
@@ -149,9 +181,12 @@ class _Direct(torch.autograd.Function):
                         size, unit, v = _in_units(ctx.space, incoming)
                         found = link.gradient.cotangent(v, product, link.solution)
                         given = _to_tensors(ctx, found.w, unit)
-                        link.v, link.w, link.size, link.unit = v, found.w, size / unit, unit
-                # A pass that was asked for some gradients alone may never come to the input node.
-                _at_the_end_of_this_pass(link.forget)
+                        if found.length is not None:
+                            found.length = found.length * unit
+                        link.v, link.w = v, found.w
+                        link.leave(size, unit)
+                if again and needs_second_order(link.gradient):
+                    given = _differentiable(ctx, incoming, product)
             link.solution.record.write(link.gradient, found)
             return None, None, None, None, *given, *(None for _ in tensors[count:])
 
@@ -182,16 +217,17 @@ def _refined_in_parts(
         (size,) = safe_norms(space.join(v))
     unit = _unit_of(size)
     how = refinement(gradient.refine, link.solution.precision)
-    w, error = fused.refined(v, product.of_tensors, space, unit, how)
+    w, error, length = fused.refined(v, product.of_tensors, space, unit, how)
     given = space.in_parts(w)
-    link.tensors, link.size, link.unit = (v, given), size / unit, unit
-    return Cotangent(w, gradient.refine, error=error), given
+    link.tensors = v, given
+    link.leave(size, unit)
+    return Cotangent(w, gradient.refine, error=error, length=length * unit), given
 
 
 def _in_units(space: StateSpace, v: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """‖v‖, (batch,), a unit of about that length, (batch,), and v in these, (batch, d).
 
-    See `_scaled_cotangent`.
+    w is linear in v, and losses come in all sizes.
     """
     size = space.norms(v)
     if size is None:
@@ -210,8 +246,52 @@ def _to_tensors(ctx: Any, w: Tensor, unit: Tensor | None = None) -> list[Tensor]
     return space.split(w, ctx.dtypes) if unit is None else space.split_scaled(w, ctx.dtypes, unit)
 
 
+def _with_zeros(v: Sequence[Tensor | None], space: StateSpace) -> list[Tensor]:
+    """v of a loss that may not use all of the state."""
+    return [
+        torch.zeros(shape, dtype=dtype, device=space.device) if leaf is None else leaf
+        for leaf, shape, dtype in zip(v, space.shapes, space.dtypes, strict=True)
+    ]
+
+
+def _differentiable(ctx: Any, incoming: Sequence[Tensor], product: _Product) -> list[Tensor]:
+    """The w of this pass in the user's terms, with derivatives in v and all that J depends on.
+
+    w solves w = v + Jᵀw, a fixed point too: it is attached as one.
+    """
+    link: _Link = ctx.link
+    w, unit = link.w, link.unit
+    assert w is not None
+    assert unit is not None
+    assert isinstance(link.gradient, Implicit)
+    v = ctx.space.join(incoming) / unit.unsqueeze(1)
+    inner = replace(link.gradient, double_backward=False, precondition=False)
+    adjoint = DirectEvaluation(StateSpace(w).vectorize(lambda u: v + product(u)), inner)
+    adjoint.at([w])
+    unseen = replace(link.solution, z=w, inverse=None, record=BackwardRecord())
+    attached = adjoint.attach(None, unseen) * unit.unsqueeze(1)
+    return list(_Notice.apply(link, *_to_tensors(ctx, attached), *product.z_in))
+
+
+class _Notice(torch.autograd.Function):
+    """w as it is; who differentiates it tells the input node, whose z is an input here for that."""
+
+    @staticmethod
+    def forward(ctx: Any, link: _Link, *tensors: Tensor) -> tuple[Tensor, ...]:  # of w, then of z
+        ctx.link = link
+        ctx.set_materialize_grads(False)
+        return tensors[: len(tensors) // 2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("gdeq.Implicit has first and second derivatives, no third")
+        ctx.link.second_pass = _this_pass()
+        return None, *grads, *(None for _ in grads)
+
+
 class _Product:
-    """u ↦ Jᵀu, by way of the user's tensors."""
+    """u ↦ Jᵀu, by way of the user's tensors; with a graph where autograd is on."""
 
     def __init__(self, ctx: Any, out: Sequence[Tensor], z_in: Sequence[Tensor]) -> None:
         self.ctx, self.out, self.z_in = ctx, out, z_in
@@ -235,131 +315,15 @@ class _Product:
             self.z_in,
             [part for _, part in roots],
             retain_graph=True,
+            create_graph=torch.is_grad_enabled(),
             allow_unused=True,
         )
         pairs = zip(found, self.z_in, strict=True)  # f may ignore z
         return [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]
 
 
-class _Input(torch.autograd.Function):
-    """`_Given` as one batched vector."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, z: Tensor, link: _Link) -> Tensor:
-        ctx.link = link
-        return z.view_as(z)
-
-    @staticmethod
-    def backward(ctx: Any, product: Tensor) -> tuple[None, None, None]:
-        link: _Link = ctx.link
-        if link.awaits_product:
-            with full_precision(product.device):
-                link.measure(product)
-        return None, None, None
-
-
-class _Output(torch.autograd.Function):
-    """`_Direct` between batched vectors, and with second derivatives."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, out: Tensor, z_in: Tensor, link: _Link) -> Tensor:
-        ctx.link = link
-        ctx.save_for_backward(out, z_in)
-        return z.clone()  # the user may change it in place; f's graph and the record hold z
-
-    @staticmethod
-    def backward(ctx: Any, v: Tensor) -> tuple[Any, ...]:
-        link: _Link = ctx.link
-        again = torch.is_grad_enabled()  # the caller asked for create_graph=True
-        if again:
-            _check_second_order(link.gradient)
-            link.twice = True
-        out, z_in = ctx.saved_tensors
-        with full_precision(v.device):
-            with torch.no_grad():
-                found = _scaled_cotangent(link, v, _vjp(out, z_in))
-            link.solution.record.write(link.gradient, found)
-            link.v, w = v.detach(), found.w
-            if not link.in_remainder:
-                link.w = w
-                # A pass that was asked for some gradients alone may never come to the input node.
-                _at_the_end_of_this_pass(link.forget)
-                return None, w, None, None
-            link.noise = _noise(link, found, link.v)
-            if again:
-                # w solves w = v + Jᵀw, a fixed point too: attach it as one, and it has derivatives.
-                assert isinstance(link.gradient, Implicit)
-                inner = replace(link.gradient, double_backward=False, precondition=False)
-                product = _vjp(out, z_in, create_graph=True)
-                unseen = replace(link.solution, inverse=None, record=BackwardRecord())
-                adjoint = TwiceEvaluation(lambda u: v + product(u), inner)
-                adjoint.at(w)
-                w = adjoint.attach(w, unseen)
-            return None, w, v - w, None
-
-
-class _Remainder(torch.autograd.Function):
-    """z* as f's input when second derivatives are wanted: a fixed point itself.
-
-    What arrives here is the residual of the output node's w plus, in the second of two backward
-    passes, the dependence of the first gradient on z*.  Only the latter is passed on, through an
-    evaluation of f of its own: the other one's graph may be freed by now.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, out: Tensor, z_in: Tensor, link: _Link) -> Tensor:
-        ctx.link = link
-        ctx.save_for_backward(out, z_in)
-        return z.view_as(z)
-
-    @staticmethod
-    def backward(ctx: Any, r: Tensor) -> tuple[Any, ...]:
-        link: _Link = ctx.link
-        (noise, v), link.noise, link.v = (link.noise, link.v), None, None
-        with full_precision(r.device):
-            if noise is not None and v is not None:  # the output node ran in this pass too
-                if not link.twice:  # then there is nothing but that residual
-                    _measure(link.solution, r, v)
-                    return None, None, None, None
-                if torch.is_grad_enabled():  # the first of two passes, or a third derivative
-                    matters = safe_norms(r)[0] > 10 * noise
-                    if not bool(matters.any()):
-                        _measure(link.solution, r, v)
-                        return None, None, None, None
-                # Else all of r goes on: for its residual part that is a refinement of w.
-            if torch.is_grad_enabled():
-                raise RuntimeError("gdeq.Implicit has first and second derivatives, no third")
-            out, z_in = ctx.saved_tensors
-            w = _scaled_cotangent(link, r, _vjp(out, z_in)).w
-            return None, w, None, None
-
-
-def _vjp(out: Tensor, z_in: Tensor, create_graph: bool = False) -> Vectorized:
-    """u ↦ Jᵀu through the graph that leads from z_in to out."""
-
-    def product(u: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
-        (found,) = torch.autograd.grad(
-            out, z_in, u, retain_graph=True, create_graph=create_graph, allow_unused=True
-        )
-        return torch.zeros_like(u) if found is None else found  # f may ignore z
-
-    return product
-
-
 def _no_vjp(u: Tensor) -> Tensor:
     raise RuntimeError("this gradient method asked for a VJP although its uses_vjp is False")
-
-
-def _scaled_cotangent(link: _Link, v: Tensor, vjp: Vectorized) -> Cotangent:
-    """w for v, by way of a v of length about one: w is linear in v, and losses come in all sizes.
-
-    The unit is a power of two, so that nothing is rounded.
-    """
-    (link.size,) = safe_norms(v)
-    unit = _unit_of(link.size).unsqueeze(1)
-    found = link.gradient.cotangent(v / unit, vjp, link.solution)
-    found.w = found.w * unit
-    return found
 
 
 def _unit_of(size: Tensor) -> Tensor:  # (batch,) -> (batch,)
@@ -371,22 +335,8 @@ def _unit_of(size: Tensor) -> Tensor:  # (batch,) -> (batch,)
     return torch.ldexp(torch.ones_like(size), exponent)
 
 
-def _noise(link: _Link, found: Cotangent, v: Tensor) -> Tensor | None:  # -> (batch,)
-    """The norm of the residual that this w leaves, rounding included."""
-    if found.residual is None:
-        return None
-    eps = max(torch.finfo(v.dtype).eps, link.solution.precision)
-    size, reached = safe_norms(v, found.w)
-    return found.residual * size + 10 * eps * (size + reached)
-
-
-def _measure(solution: Solution, r: Tensor, v: Tensor) -> None:
-    """Record what the pass through f says the residual is: r = v − (I − Jᵀ)w."""
-    _record(solution, relative_norm(r, v))
-
-
-def _record(solution: Solution, residual: Tensor) -> None:  # (batch,)
-    solution.record.measured(residual, slack=10 * solution.precision)
+def _this_pass() -> int:
+    return torch._C._current_graph_task_id()
 
 
 def _at_the_end_of_this_pass(call: Callable[[], None]) -> None:
@@ -398,44 +348,13 @@ def _check_second_order(gradient: Gradient) -> None:
         return
     if isinstance(gradient, Implicit):
         raise RuntimeError(
-            "this Implicit was made with double_backward=False, or a third derivative was asked "
-            "for; use gdeq.Implicit() for second derivatives"
+            "this Implicit was made with double_backward=False; use gdeq.Implicit() for second "
+            "derivatives"
         )
     raise RuntimeError(
         f"{type(gradient).__name__} is an approximate gradient without a derivative of its own; "
         "for create_graph=True (double backward) use gdeq.Implicit(), JFB() or Unrolled()"
     )
-
-
-class TwiceEvaluation:
-    """`DirectEvaluation` between batched vectors, for second derivatives."""
-
-    def __init__(self, f: Vectorized, gradient: Gradient) -> None:
-        self.f, self.link = f, _Link(gradient)
-        self.z_in: Tensor | None = None
-        self.out: Tensor | None = None
-
-    def at(self, z: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
-        with torch.enable_grad():
-            token = torch.zeros((), device=z.device, requires_grad=True)
-            self.z_in = _Input.apply(token, z, self.link)
-            self.out = self.f(self.z_in)
-        return self.out
-
-    def attach(self, z: Tensor, solution: Solution) -> Tensor:
-        """z, with gradients to all that f closes over.  z: (batch, d), a fixed point of f."""
-        link, out, z_in = self.link, self.out, self.z_in
-        assert out is not None
-        assert z_in is not None
-        link.solution = _held(link.gradient, solution)
-        if not out.requires_grad:
-            return z  # f is a constant: nothing to differentiate
-        with torch.enable_grad():
-            if needs_second_order(link.gradient):
-                link.in_remainder = True
-                z_in = _Remainder.apply(z, out, z_in, link)
-                out = self.f(z_in)
-            return _Output.apply(z, out, z_in, link)
 
 
 class DirectEvaluation:
@@ -472,9 +391,25 @@ class DirectEvaluation:
         return space.state(made)
 
 
+def with_first_derivatives(
+    f: VectorMap, z: Tensor | None, solution: Solution, gradient: Gradient
+) -> list[Tensor]:
+    """The tensors of the solution's z, by an evaluation of f of their own: see the second pass.
+
+    z: (batch, d), as in `DirectEvaluation.attach`.
+    """
+    assert isinstance(gradient, Implicit)
+    evaluation = DirectEvaluation(f, replace(gradient, double_backward=False))
+    evaluation.at(f.space.leaves(solution.z, "z", cast=False))
+    unseen = replace(solution, record=BackwardRecord())
+    return f.space.leaves(evaluation.attach(z, unseen, lend=True), "z", cast=False)
+
+
 def _held(gradient: Gradient, solution: Solution) -> Solution:
     # The graph outlives the step in which it was made: it must not hold a store it does not use.
-    return solution if gradient.uses_inverse else replace(solution, inverse=None)
+    if gradient.uses_inverse and solution.secants is None:
+        return solution
+    return replace(solution, inverse=None)
 
 
 class LastEvaluation(VectorMap):

@@ -24,8 +24,13 @@ class Refinement:
     times: int  # products with Jᵀ
     precision: float  # of f
     amplification: float
+    overshoot: float
     setback: float
     growth: float
+
+    @property
+    def rules(self) -> tuple[float, float, float, float]:
+        return self.amplification, self.overshoot, self.setback, self.growth
 
 
 class Inverse:
@@ -57,12 +62,26 @@ class Inverse:
         """B⁻ᵀx."""
         return self.T.matvec(x)
 
+    def trusted(self, x: Tensor, longest: float) -> tuple[Tensor, Inverse]:  # (batch, d)
+        """−B⁻¹x and B⁻¹; −I stands for B⁻¹ where that makes x more than so many times as long."""
+        product = self.negative_matvec(x)
+        mask = norm(product) <= longest * norm(x)  # (batch,)
+        return torch.where(mask.unsqueeze(1), product, x), self.only(mask)
+
+    def only(self, mask: Tensor) -> Inverse:  # (batch,)
+        """The same for the samples of the mask, and −I for the others."""
+        raise NotImplementedError
+
+    def step_length(self) -> Tensor | None:  # -> (batch,)
+        """‖B⁻¹g‖ at the z that it belongs to, where the solver has left that."""
+        return None
+
     def refined(
         self, w: Tensor, v: Tensor, vjp: Vectorized, how: Refinement
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         """What `gdeq.GDEQ` makes of w = −B⁻¹v, (batch, d), where that is fused; else None.
 
-        With it, (batch,), how far the last step went.
+        With it, (batch,) each, how far the last step went, and ‖w‖.
 
         Then `gdeq.gradients._refine` does the same in more passes over memory.
         """
@@ -88,10 +107,14 @@ class LowRankInverse(Inverse):
     u: Tensor  # (batch, rank, d)
     v: Tensor  # (batch, rank, d)
     base: Inverse | None = None
+    length: Tensor | None = None  # (batch,) what `step_length` says
 
     @property
     def rank(self) -> int:
         return self.u.shape[1] + (self.base.rank if self.base else 0)
+
+    def step_length(self) -> Tensor | None:
+        return self.length
 
     @property
     def T(self) -> LowRankInverse:
@@ -104,6 +127,10 @@ class LowRankInverse(Inverse):
         # Row times matrix: the other way round BLAS takes up to twice as long.
         weights = torch.bmm(x.unsqueeze(1), self.v.transpose(1, 2))  # (batch, 1, rank)
         return torch.baddbmm(start.unsqueeze(1), weights, self.u, beta=sign).squeeze(1)
+
+    def only(self, mask: Tensor) -> LowRankInverse:
+        u = torch.where(mask[:, None, None], self.u, 0.0)
+        return LowRankInverse(u, self.v, self.base.only(mask) if self.base else None)
 
     def as_matrix(self) -> Tensor:  # -> (batch, d, d)
         batch, _, d = self.u.shape
@@ -142,6 +169,15 @@ class StateInverse:
     def rmatvec(self, v: State) -> State:
         """B⁻ᵀv."""
         return self._apply(self.vectors.T, v)
+
+    def step_beside(self, z: State) -> Tensor | None:  # -> (batch,)
+        """‖B⁻¹g‖/‖z‖, z being what it belongs to."""
+        length = self.vectors.step_length()
+        if length is None:
+            return None
+        with torch.no_grad(), full_precision(self.space.device):
+            (size,) = safe_norms(self.space.pack(z))
+        return torch.where(length > 0, length / size, length)
 
     def as_matrix(self) -> Tensor:  # -> (batch, d, d)
         """Dense, over the packed state; for tests."""

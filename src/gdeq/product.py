@@ -51,10 +51,11 @@ from torch import Tensor
 
 from gdeq.eight_bits import BLOCK, Scales, chunks_of, in_full, rounded_to_eight_bits
 from gdeq.kernels import choice
-from gdeq.ledger import Ledger
+from gdeq.ledger import Ledger, Norms, judged_sizes, least_part, norms_of
 from gdeq.narrowing import Samples, first_active
 from gdeq.operators import Inverse, Refinement, norm, safe_norms
 from gdeq.recording import current, recording, rehearsing
+from gdeq.secants import Secants
 from gdeq.solution import Status
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver, noise_level
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from gdeq.nodes import LastEvaluation
 
 MOST_DIFFERENCES = 16  # of Anderson's method, whose system one program holds in registers
+MOST_PARTS = 16  # that are judged one by one
 MOST_STEPS = 127  # what the recurrence of one program holds in registers
 MOST_SAMPLES = 65535  # of a grid's second dimension
 
@@ -78,6 +80,7 @@ class ProductInverse(Inverse):
     keep: Tensor  # (batch, places) bool
     transposed: bool = False
     scales: Scales | None = None  # of a store in 8 bits
+    at: Tensor | None = None  # (batch,) which of the steps is the next one from z
 
     @property
     def rank(self) -> int:
@@ -94,12 +97,32 @@ class ProductInverse(Inverse):
         """−B⁻¹x, the sign at no cost: w = −B⁻ᵀv is ``inverse.T.negative_matvec(v)``."""
         return self._apply(x, negative=True)
 
+    def trusted(self, x: Tensor, longest: float) -> tuple[Tensor, Inverse]:
+        if not _in_kernels(x) or not self.transposed or torch.is_grad_enabled():
+            return super().trusted(x, longest)
+        from gdeq.kernels import product_apply as fused  # noqa: PLC0415 (needs Triton)
+
+        product, mask = fused.trusted(self.steps, self.gram, self.keep, x, self.scales, longest)
+        return product, self.only(mask)
+
+    def only(self, mask: Tensor) -> ProductInverse:
+        return replace(self, keep=self.keep & mask.unsqueeze(1))
+
+    def step_length(self) -> Tensor | None:
+        if self.at is None:
+            return None
+        rows, scales = torch.arange(len(self.steps), device=self.at.device), self.scales
+        if scales is not None:
+            scales = replace(scales, values=scales.values[rows, self.at].unsqueeze(1))
+        step = in_full(self.steps[rows, self.at].unsqueeze(1), scales, self.gram.dtype)
+        return safe_norms(step.squeeze(1))[0]
+
     def widens(self, x: Tensor) -> bool:
         return _in_kernels(x) and not torch.is_grad_enabled()
 
     def refined(
         self, w: Tensor, v: Tensor, vjp: Vectorized, how: Refinement
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         # The kernels are of the one form that GDEQ asks for, and have no derivative.
         of_the_kind = self.transposed and v.dtype == w.dtype == self.gram.dtype
         if not _in_kernels(v) or not of_the_kind or torch.is_grad_enabled():
@@ -157,6 +180,8 @@ class Settled(NamedTuple):
     steps: Tensor  # (batch,)
     codes: Tensor  # (batch,)
     inverse: ProductInverse | None  # as it was at z, if the method has one
+    of_parts: Tensor | None  # (batch, parts) residuals, where they are judged one by one
+    secants: Secants | None = None  # if asked for
 
 
 def weights(dots: Tensor, gram: Tensor, keep: Tensor) -> Tensor:
@@ -201,6 +226,12 @@ def applies(solver: Solver, z: Tensor, max_steps: int, inverse: Inverse | None) 
         and choice.chosen(z) != "off"
         and (choice.chosen(z) != "triton" or _in_kernels(z))
     )
+
+
+def judges(f: Vectorized, sizes: list[int]) -> bool:
+    """Whether it can also judge parts of these sizes one by one: few, in an order of their own."""
+    in_parts = isinstance(f, VectorMap) and f.parts_dtype is not None
+    return len(sizes) == 1 or (in_parts and len(sizes) <= MOST_PARTS)
 
 
 def takes(solver: Solver, max_steps: int) -> bool:
@@ -266,6 +297,8 @@ def start_in_parts(
 
     if dtype is None or not fused.in_parts_alone(solver, z, dtype, space.precision()):
         return None
+    if not judges(f, judged_sizes(solver.stop, space.sizes)):
+        return None
     leaves = space.leaves(z0, "z0", cast=False)
     parts = space.as_parts(leaves).detach()
     ours = share or parts.data_ptr() != leaves[0].data_ptr()
@@ -282,6 +315,7 @@ def iterate(
     last: LastEvaluation | None = None,
     first: VectorMap | None = None,
     parts: Tensor | None = None,  # (batch·d,)
+    keep_secants: bool = False,
 ) -> tuple[Any, ...]:
     """The fields of `gdeq.solve.Iterates`, except the solver's state.  z may be in parts alone.
 
@@ -304,7 +338,7 @@ def iterate(
         from gdeq.anderson_steps import AndersonSweep  # noqa: PLC0415 (a `PlainSweep` itself)
 
         kind = AndersonSweep
-    sweep = kind(z, sizes, dtype, solver, precision, max_steps, scale)
+    sweep = kind(z, sizes, dtype, solver, precision, max_steps, scale, keep_secants)
 
     watch = solver.tol > 0
     samples = Samples(f, sweep, solver) if isinstance(f, VectorMap) and in_parts else None
@@ -348,8 +382,8 @@ def iterate(
         samples.rehearse()
     found: Settled = sweep.settle(step)
     trace = sweep.trace[: int(found.steps.max()) if looks else step]
-    vector, parts, residual, steps, codes, inverse = found
-    return vector, residual, steps, codes, trace, step + 1, inverse, parts
+    vector, parts, residual, steps, codes, inverse, of_parts, secants = found
+    return vector, residual, steps, codes, trace, step + 1, inverse, of_parts, parts, secants
 
 
 class PlainSweep:
@@ -373,8 +407,10 @@ class PlainSweep:
         precision: float,
         max_steps: int,
         scale: Tensor | None,  # (batch,)
+        keep_secants: bool = False,
     ) -> None:
         batch, d = z.shape
+        self.keep_secants = keep_secants
         self.first, self.z, self.sizes, self.dtype = z, z.clone(), sizes, dtype
         self.solver, self.precision, self.max_steps, self.scale = (
             solver,
@@ -391,9 +427,13 @@ class PlainSweep:
             self.scales = Scales(values, tuple(sizes), self.block)
         self.gram = z.new_zeros(batch, max_steps + 1, max_steps + 1)
         self.keep = torch.zeros(batch, max_steps + 1, dtype=torch.bool, device=z.device)
+        # g_t = Σ_j coordinates_tj s_j
+        self.coordinates = torch.zeros_like(self.gram, dtype=torch.float64)
         self.residuals: list[Tensor] = []
         self.rounded = rounds_z(solver, self.dtype)
         self.last_fz = self.last_g = z
+        self.judged = judged_sizes(solver.stop, sizes, linear=scale is not None)
+        self.least = least_part(solver.tol, precision, z.dtype)
         self.floor = z.new_zeros(())
 
     @property
@@ -433,21 +473,22 @@ class PlainSweep:
         if self.dtype == torch.float16:  # f was not given z where that is out of range
             fz = torch.where(self.z.abs() <= torch.finfo(self.dtype).max, fz, torch.nan)
         g = fz - self.z
-        absolute, size, of_z = safe_norms(g, fz, self.z)
-        size = self.scale if self.scale is not None else torch.maximum(size, of_z)
-        if t == 0:
-            if self.scale is None:
-                self.floor = self.precision * size
-            linear = self.scale is not None
-            self.ledger = Ledger(self.solver, self.precision, absolute, size, linear)
-            good = torch.isfinite(absolute) & torch.isfinite(size)
-            step = self._begin(g, absolute)
+        if self.scale is None:
+            norms = norms_of(g, fz, self.z, self.judged, self.least, self.floor)
         else:
-            size = size if self.scale is not None else torch.maximum(size, self.floor)
-            good = self.ledger.accepts(absolute, size)
-            self.ledger.note(t, good, absolute, size)
+            absolute, of_z = safe_norms(g, self.z)
+            norms = Norms(absolute, self.scale, of_z)
+        if t == 0:
+            self.floor = torch.finfo(self.z.dtype).eps * norms.size
+            linear = self.scale is not None
+            self.ledger = Ledger(self.solver, self.precision, norms, linear)
+            good = torch.isfinite(norms.absolute) & torch.isfinite(norms.size)
+            step = self._begin(g, norms.absolute)
+        else:
+            good = self.ledger.accepts(norms)
+            self.ledger.note(t, good, norms)
             self.residuals.append(self.ledger.residual)
-            step = self._learn(t, g, fz, good, absolute, of_z)
+            step = self._learn(t, g, fz, good, norms.absolute, norms.of_z)
         self._store(t, torch.where(good.unsqueeze(1), step, 0.0))
         if t < self.max_steps:
             moves = self.ledger.active.unsqueeze(1)
@@ -471,6 +512,7 @@ class PlainSweep:
 
     def _begin(self, g: Tensor, absolute: Tensor) -> Tensor:  # (batch, d), (batch,) -> (batch, d)
         """The first step."""
+        self.coordinates[:, 0, 0] = 1.0
         return g  # B_0⁻¹ = −I
 
     def _learn(
@@ -494,6 +536,8 @@ class PlainSweep:
         sound &= change > noise_level(self.precision) * (of_z + absolute)
         self.keep[:, t - 1] = good & sound
         longer = torch.where(self.keep[:, t - 1], squared / denominator, 1.0)
+        self.coordinates[:, t, :t] = -weight
+        self.coordinates[:, t, t] = 1 / longer
         return longer.unsqueeze(1) * q
 
     def go_back(self) -> None:
@@ -510,10 +554,14 @@ class PlainSweep:
 
     def settle(self, last: int) -> Settled:
         """The iterate that is returned of each sample, and what belongs to it."""
-        codes, residual, at = self.ledger.finish()
+        codes, residual, of_parts, at = self.ledger.finish()
         z = self._iterate(at, last)
         place = torch.arange(self.keep.shape[1], device=z.device)
         keep = self.keep & (place < at.unsqueeze(1))
         scales = None if self.scales is None else self.scales.first(last + 1)
-        inverse = ProductInverse(self.steps[:, : last + 1], self.gram, keep, scales=scales)
-        return Settled(z, None, residual, self.ledger.steps, codes, inverse)
+        inverse = ProductInverse(self.steps[:, : last + 1], self.gram, keep, scales=scales, at=at)
+        secants = None
+        if self.keep_secants:
+            stored, taken = self._stored(last + 1), self.ledger.steps
+            secants = Secants.of_steps(stored, self.coordinates, self.keep, taken, z, at == taken)
+        return Settled(z, None, residual, self.ledger.steps, codes, inverse, of_parts, secants)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+import torch
 from torch import Tensor
 
 from gdeq.operators import StateInverse
 from gdeq.options import count
+from gdeq.secants import Secants
 from gdeq.state import State
 
 
@@ -30,6 +32,10 @@ class Status(IntEnum):
         return _SENTENCES[self]
 
 
+_TRY = (
+    "(f may not be contractive: try line_search=3 or max_step=1 of Broyden, or "
+    "gdeq.jacobian_penalty)"
+)
 _SENTENCES = {
     Status.RUNNING: "still running",
     Status.CONVERGED: "converged: the residual is within the tolerance",
@@ -38,9 +44,8 @@ _SENTENCES = {
     "far from where it began (raise tol, start nearer, or compute f in a wider dtype)",
     Status.STALLED: "not converged: f(z) - z stays the same however z moves; f seems to have no "
     "fixed point (is it z plus a constant?)",
-    Status.DIVERGED: "diverged: f(z) - z is larger after the last step than at the start (f may "
-    "not be contractive: try line_search=3 or max_step=1 of Broyden, or gdeq.jacobian_penalty)",
-    Status.NONFINITE: "stopped: f returned NaN or infinity; an earlier iterate is returned",
+    Status.DIVERGED: f"diverged: f(z) - z is larger after the last step than at the start {_TRY}",
+    Status.NONFINITE: f"stopped: f returned NaN or infinity; an earlier iterate is returned {_TRY}",
     Status.NONFINITE_START: "failed: f returned NaN or infinity at the first call; z0 is returned "
     "(check the inputs and parameters of f for this sample)",
     Status.UNROLLED: "unrolled for a fixed number of steps; convergence was not asked for",
@@ -58,6 +63,8 @@ class Cotangent:
     tolerance: float | None = None  # what the residual was to be brought under
     fell_back: Tensor | None = None  # (batch,)
     error: Tensor | None = None  # (batch,) an estimate of ‖w − w*‖/‖w*‖
+    floor: Tensor | None = None  # (batch,) what rounding alone may make of the residual
+    length: Tensor | None = None  # (batch,) ‖w‖ where it is at hand
 
     @property
     def converged(self) -> Tensor | None:  # (batch,)
@@ -71,10 +78,12 @@ class Cotangent:
 class BackwardRecord:
     """What the last backward pass through this solution did.
 
-    ``residual`` is ‖(I − Jᵀ)w − v‖/‖v‖ per sample, None where it was not measured.  ``error``, of
-    `GDEQ` and `JFB` with ``refine``, is how far the last VJP moved w, ‖Δw‖/‖w‖: an estimate of the
-    relative error of w that costs nothing; infinite where w ran away and an earlier one is used.
-    Of a recorded step (`gdeq.capture`) both hold what the last replay left.
+    ``residual`` is ‖(I − Jᵀ)w − v‖/‖v‖ per sample, None where it was not measured; where the
+    equation was solved, at least ``floor``, what rounding of Jᵀw alone may make of it.
+    ``error``, of `GDEQ` and `JFB` with ``refine``, is how far the last VJP moved w, ‖Δw‖/‖w‖: an
+    estimate of the relative error of w that costs nothing; infinite where w ran away and an
+    earlier one is used.  Either alone can be far too small; `sample_error` is the larger one,
+    `batch_error` its mean.  Of a recorded step (`gdeq.capture`) all hold what the last replay left.
     """
 
     gradient: str = ""
@@ -84,6 +93,8 @@ class BackwardRecord:
     fell_back: Tensor | None = None  # (batch,): used JFB's gradient because their own was worse
     tolerance: float | None = None
     error: Tensor | None = None  # (batch,)
+    floor: Tensor | None = None  # (batch,)
+    length: Tensor | None = None  # (batch,) ‖w‖, where error or residual are known
     done: bool = False
 
     def write(self, gradient: object, found: Cotangent) -> None:
@@ -92,34 +103,59 @@ class BackwardRecord:
         own = type(gradient).__name__
         self.gradient = own if inner is None else f"{own} {type(inner).__name__}"
         self.vjps, self.fell_back, self.tolerance = found.vjps, found.fell_back, found.tolerance
-        self.residual, self.converged, self.error = None, None, found.error
+        self.residual, self.converged = None, None
+        self.error, self.length = found.error, found.length
+        self.floor = found.floor
         if found.residual is not None:
             self.measured(found.residual)
         self.done = True
 
-    def measured(self, residual: Tensor, slack: float = 0.0) -> None:  # (batch,)
-        """Take over a residual; ``slack`` is how far rounding may have moved it.
+    def measured(self, residual: Tensor) -> None:  # (batch,)
+        """Take over a residual.
 
-        It keeps a sample that was within the tolerance there, and lifts no other one into it.
+        A sample that was within the tolerance stays so if only rounding has moved it out.
         """
-        self.residual = residual
+        floor = torch.zeros_like(residual) if self.floor is None else self.floor
+        self.residual = torch.maximum(residual, floor)
         if self.tolerance is None:
             return
-        within = residual <= self.tolerance
+        within = self.residual <= self.tolerance
         if self.converged is not None:
-            within = within | (self.converged & (residual <= self.tolerance + slack))
+            within = within | (self.converged & (self.residual <= self.tolerance + floor))
         self.converged = within
+
+    @property
+    def sample_error(self) -> Tensor | None:  # (batch,)
+        """The larger of ``error`` and ``residual``; of a sample that has one of them, that one.
+
+        An infinite error is one that is not known: the residual stands for it.
+        """
+        if self.error is None or self.residual is None:
+            return self.residual if self.error is None else self.error
+        error = torch.where(torch.isinf(self.error), self.residual, self.error)
+        return torch.maximum(error, self.residual)
+
+    @property
+    def batch_error(self) -> Tensor | None:  # ()
+        """How far off the gradient of the batch is, about: the mean of `sample_error`.
+
+        A sample weighs as much as its w is long, which is its share in the gradient; all weigh the
+        same where ``length`` is not known.  It is infinite where a sample with a share has neither
+        a residual nor an error that is known.
+        """
+        found = self.sample_error
+        return None if found is None else mean_by_share(found, self.length)
 
     def __str__(self) -> str:
         if not self.done:
             return "no backward pass yet"
         text = f"{self.gradient}: {count(self.vjps, 'VJP')}"
-        if self.residual is None:
+        each, mean = self.sample_error, self.batch_error
+        if each is None or mean is None:
             text += ", residual not measured"
-        elif self.residual.numel():
-            text += f", residual {_spread(self.residual)}"
-        if self.error is not None and self.error.numel():
-            text += f", error about {_spread(self.error)}"
+        elif each.numel():
+            what = "residual" if self.error is None else "error about"
+            text += f", {what} {mean.item():.1e} (at most {each.max().item():.1e})"
         if self.converged is not None:
             text += f", {count(int((~self.converged).sum()), 'sample')} above the tolerance"
         if self.fell_back is not None:
@@ -127,8 +163,11 @@ class BackwardRecord:
         return text
 
 
-def _spread(values: Tensor) -> str:  # (batch,)
-    return f"{values.median().item():.1e} (at most {values.max().item():.1e})"
+def mean_by_share(values: Tensor, length: Tensor | None) -> Tensor:  # (batch,) -> ()
+    """The mean over samples whose w are so long; 0 where none has a share in the gradient."""
+    share = (torch.ones_like(values) if length is None else length).double()  # sums may overflow
+    total = torch.where(share > 0, share * values, share).sum()  # 0 · ∞ is no part of it
+    return total / share.sum().clamp(min=torch.finfo(share.dtype).tiny)
 
 
 @dataclass(repr=False)
@@ -137,20 +176,36 @@ class Solution:
 
     z: State
     converged: Tensor  # (batch,) bool: the residual is within the tolerance
-    residual: Tensor  # (batch,) of the returned z (unrolled: of the last z that f was given),
-    # relative or absolute as the solver says
+    residual: Tensor  # (batch,) of the returned z (unrolled without a tolerance: of the last z
+    # that f was given), relative or absolute as the solver says
     steps: Tensor  # (batch,) solver steps taken before the sample was frozen
     trace: Tensor  # (steps, batch) residual after each step; constant once frozen
     evals: int  # calls of f to find z; one more with autograd follows where gradients are wanted
     inverse: StateInverse | None  # estimate of (∂f/∂z − I)⁻¹ that belongs to z
     codes: Tensor  # (batch,) Status values
     precision: float = 0.0  # spacing of the numbers that f computes with
+    parts: Tensor | None = None  # (batch, parts) relative residual of each tensor of the returned
+    # z, in the order of z0, where the largest of them is the residual
+    secants: Secants | None = None  # the last ones, for gradients that ask for them
     record: BackwardRecord = field(default_factory=BackwardRecord, repr=False)
 
     @property
     def status(self) -> list[Status]:
         """How each sample ended; `str` of one is a sentence.  Reads the device."""
         return [Status(code) for code in self.codes.tolist()]
+
+    @property
+    def error(self) -> Tensor | None:  # (batch,)
+        """An estimate of ‖z − z*‖/‖z‖, the step ‖B⁻¹g‖ that Broyden's method would take next.
+
+        None for a solver that builds no inverse.  Computed from z as it is when it is asked for.
+        No bound: B⁻¹ knows little but the directions that the solve has gone, after a step or two
+        none.  Where the smallest singular value of I − ∂f/∂z is below about 1e-4 the error may be
+        tens of times as large.  Where the residual is small and this is not, z is not yet near a
+        fixed point, and f may have none.
+        """
+        found = None if self.inverse is None else self.inverse.step_beside(self.z)
+        return None if found is None else torch.where(self.residual.isfinite(), found, torch.nan)
 
     @property
     def backward(self) -> BackwardRecord | None:
@@ -167,6 +222,8 @@ class Solution:
         most, evals = count(int(self.steps.max()), "step"), count(self.evals, "evaluation")
         residual = self.residual.max().item()
         outcome = f"at most {most}, {evals} of f, largest residual {residual:.1e}"
+        if (error := self.error) is not None:
+            outcome += f", estimated error at most {error.max().item():.1e}"
         ends = self.status
         if all(status in (Status.UNROLLED, Status.FIXED_STEPS) for status in ends):
             return f"{count(batch, 'sample')}, not asked to converge: {outcome}"
@@ -184,6 +241,8 @@ class Solution:
                 if status is Status.DIVERGED and residual != (last := self.trace[-1, i].item()):
                     told = f"step {steps}, residual {last:.1e}; returned is the z with the least "
                     told += f"‖f(z) - z‖, residual {residual:.1e}"
+                if self.parts is not None:
+                    told += f", largest in tensor {int(self.parts[i].argmax())} of the state"
                 lines.append(f"  sample {i}: {status} [{told}]")
             if len(lines) > 6:
                 lines.append("  ...")

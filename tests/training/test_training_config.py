@@ -306,7 +306,8 @@ def test_steps_in_eight_bits_are_asked_for_where_the_steps_are_fixed():
     for preset in ("cifar10-fast", "cifar10-paper"):
         config = configs.load(preset)
         assert config.solver.tol == 0
-        assert config.solver.build() == Broyden(config.solver.max_iter, 0.0, step_bits=8)
+        expected = Broyden(config.solver.max_iter, 0.0, step_bits=8, stop="whole")
+        assert config.solver.build() == expected
     for name in ("broyden", "anderson"):
         with pytest.raises(configs.ConfigError, match="step_bits must be 16 or 8"):
             configs.load("digits", [f"solver={name}", "solver.step_bits=4"])

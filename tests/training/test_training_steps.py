@@ -235,7 +235,7 @@ def test_an_update_on_a_gpu_asks_the_host_nothing(tmp_path, name):
 @pytest.mark.parametrize("backward", [False, True])
 def test_sums_by_hand(trainer, backward):
     made = trainer("gradient.name=gdeq", f"gradient.refine={int(backward)}")
-    expected = torch.zeros(9, dtype=torch.float64)
+    expected = torch.zeros(11, dtype=torch.float64)
     for images, labels in batches(made):
         made.one_step(images, labels)
         made.sums.clear()
@@ -244,11 +244,18 @@ def test_sums_by_hand(trainer, backward):
         logits, loss = torch.randn(count, 10), torch.rand(())
         assert (solution.record.residual is not None) == backward
         found = [float(x) for x in solution.record.residual] if backward else []
-        errors = []
+        errors, batch_error = [], 0.0
         if backward:
             assert (solution.record.error < 1).all()
             solution.record.error[0] = torch.inf  # as of a w that was not taken
             errors = [min(1.0, float(x)) for x in solution.record.error]
+            larger = [min(1.0, max(x, y)) for x, y in zip(errors, found, strict=True)]
+            larger[0] = min(1.0, found[0])  # all that is known of it
+            solution.record.length[1] *= 3.0  # so that the weights matter
+            lengths = [float(x) for x in solution.record.length]
+            products = [a * b for a, b in zip(lengths, larger, strict=True)]
+            batch_error = sum(products) / sum(lengths)
+            assert batch_error != pytest.approx(sum(larger) / count, rel=1e-3)
         expected += torch.tensor(
             [
                 count,
@@ -259,6 +266,8 @@ def test_sums_by_hand(trainer, backward):
                 sum(found),
                 len(found),
                 sum(errors),
+                len(errors),
+                batch_error * count,
                 len(errors),
             ],
             dtype=torch.float64,
@@ -357,7 +366,7 @@ def test_first_unrolled_then_in_equilibrium(trainer):
         made.one_step(*batch)
         seen.append((made.model.deq.solver, made.model.deq.gradient))
     deep = (None, Unrolled(3))
-    assert seen == [deep, deep, (Broyden(max_iter=3, tol=1e-3), GDEQ(refine=1))]
+    assert seen == [deep, deep, (Broyden(3, tol=1e-3, stop="whole"), GDEQ(refine=1))]
 
 
 def test_pretraining_is_an_unrolled_network(trainer):
@@ -687,7 +696,7 @@ def test_a_number_that_is_not_finite_is_in_its_own_window_alone():
         if step % 6 == 0:
             sums.clear()
         backward = math.inf if step == 2 else 0.5
-        sums.values[:, :] += torch.tensor([1.0, 1, 1, 0.1, 4, backward, 1, 0.0, 0])
+        sums.values[:, :] += torch.tensor([1.0, 1, 1, 0.1, 4, backward, 1, 0.0, 0, 0.5, 1])
         if step % 4 == 3:
             found.append(sums.read_since_look(CPU)["backward_residual"])
             sums.look()

@@ -105,7 +105,13 @@ def arithmetic(setup: Setup, name: str) -> Iterator[None]:
 
 def build(setup: Setup, gradient: Gradient, fused: bool | str = "auto") -> MDEQ:
     torch.manual_seed(0)
-    solver = Broyden(setup.forward, tol=0.0, memory=setup.memory, step_bits=setup.step_bits)
+    solver = Broyden(
+        setup.forward,
+        tol=0.0,
+        memory=setup.memory,
+        step_bits=setup.step_bits,
+        stop="whole",  # as in `gdeq train`
+    )
     kind: dict[str, Any] = {"dropout": 0.0, "outer_norm": "group", "fused": fused}
     model = mdeq(setup.size, solver=solver, gradient=gradient, **kind).to(setup.device)
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

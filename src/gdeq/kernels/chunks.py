@@ -149,6 +149,16 @@ def table(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:  
     return torch.tensor(entries, dtype=torch.int64, device=device)
 
 
+@cache
+def bounds(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
+    """With which chunk each part begins, and the last one ends; for a power of two of parts."""
+    ends = [0]
+    for chunks in eight_bits.chunks_of(sizes, block):
+        ends.append(ends[-1] + chunks)
+    ends += [ends[-1]] * (triton.next_power_of_2(len(sizes)) - len(sizes))
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
 def places(count: int) -> int:
     """Room for so many numbers of a sample: a size that a kernel can be compiled for."""
     return max(16, triton.next_power_of_2(count))

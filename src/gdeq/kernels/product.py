@@ -20,6 +20,7 @@ from gdeq.kernels import state
 from gdeq.kernels.choice import on_device
 from gdeq.kernels.chunks import (
     ALIGNMENT,
+    bounds,
     numbers,
     place,
     places,
@@ -36,7 +37,7 @@ from gdeq.kernels.words import (
     products_of_words,
     words_of,
 )
-from gdeq.ledger import flight_limit
+from gdeq.ledger import flight_limit, judged_sizes, least_part
 from gdeq.narrowing import first_active, gathered_parts
 from gdeq.product import (
     ProductInverse,
@@ -47,6 +48,7 @@ from gdeq.product import (
     store_dtype,
 )
 from gdeq.recording import recording
+from gdeq.secants import Secants
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver, noise_level
 
@@ -218,15 +220,16 @@ def _dots_of_chunk(
 def _dots(
     rows, evaluated,
     z, parts, fz, last_fz, steps, words, scales, chunk_table, d, step_stride, scale_stride, arrived,
-    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
-    coordinates, products,
-    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
-    MEMORY: tl.constexpr, WINDOW: tl.constexpr,
+    norms, bounds, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
+    coordinates, products, batch, chunks, count, most, tol, precision, eps, noise,
+    flight, least, mixing, ridge, coarse, blur,
+    MEMORY: tl.constexpr, WINDOW: tl.constexpr, SECANTS: tl.constexpr,
     NARROW: tl.constexpr, JUDGE: tl.constexpr, COUNTED: tl.constexpr, HALF: tl.constexpr,
     ROUNDED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
     SCALED: tl.constexpr, PACKED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr, COARSE: tl.constexpr = False,
+    TILE: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr, COARSE: tl.constexpr = False,
 ):  # fmt: skip
     """a_j = s_jᵀg, the new row s_jᵀs_{t−1} of G, and ‖g‖², ‖f(z)‖², ‖z‖², ‖y‖²: one chunk of each.
 
@@ -259,23 +262,23 @@ def _dots(
         if tl.atomic_add(arrived + b, 1, sem="acq_rel") == chunks - 1:
             tl.store(arrived + b, 0)  # for the next iterate
             judge(
-                b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
-                unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
-                noise, flight, mixing, ridge, coarse, blur, MEMORY, WINDOW, FIRST, MEASURED, WATCH,
-                RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+                b, norms, bounds, partial, scale, gram, keep, weight, lead, moves, real, whole,
+                trace, unfinished, coordinates, products, batch, chunks, count, most, tol,
+                precision, eps, noise, flight, least, mixing, ridge, coarse, blur, MEMORY, WINDOW,
+                SECANTS, FIRST, MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS, PARTS,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "most"])
 def _judge(
     rows,
-    norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
-    coordinates, products,
-    batch, chunks, count, most, tol, precision, eps, noise, flight, mixing, ridge, coarse, blur,
-    MEMORY: tl.constexpr, WINDOW: tl.constexpr,
+    norms, bounds, partial, scale, gram, keep, weight, lead, moves, real, whole, trace, unfinished,
+    coordinates, products, batch, chunks, count, most, tol, precision, eps, noise,
+    flight, least, mixing, ridge, coarse, blur,
+    MEMORY: tl.constexpr, WINDOW: tl.constexpr, SECANTS: tl.constexpr,
     NARROW: tl.constexpr, COUNTED: tl.constexpr, FIRST: tl.constexpr, MEASURED: tl.constexpr,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr, LINEAR: tl.constexpr,
-    PLACES: tl.constexpr, CHUNKS: tl.constexpr,
+    PLACES: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     b = _sample(rows, tl.program_id(0).to(tl.int64), NARROW)
     if COUNTED:
@@ -285,10 +288,10 @@ def _judge(
             tl.store(moves + b, DONE)
             return
     judge(
-        b, norms, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
+        b, norms, bounds, partial, scale, gram, keep, weight, lead, moves, real, whole, trace,
         unfinished, coordinates, products, batch, chunks, count, most, tol, precision, eps,
-        noise, flight, mixing, ridge, coarse, blur, MEMORY, WINDOW, FIRST, MEASURED, WATCH,
-        RELATIVE_STOP, LINEAR, PLACES, CHUNKS,
+        noise, flight, least, mixing, ridge, coarse, blur, MEMORY, WINDOW, SECANTS, FIRST,
+        MEASURED, WATCH, RELATIVE_STOP, LINEAR, PLACES, CHUNKS, PARTS,
     )  # fmt: skip
 
 
@@ -368,24 +371,29 @@ def _step(
 
 @triton.jit(do_not_specialize=["most", "scale_stride"])
 def _settle(
-    first, z, parts, steps, scales, real, whole, keep, trace, codes, residuals, taken, kept,
-    chunk_table, batch, d, step_stride, scale_stride, chunks, most, precision,
+    first, z, parts, steps, scales, real, whole, keep, trace, codes, residuals, taken, at, kept,
+    of_parts, chunk_table, batch, d, step_stride, scale_stride, chunks, most, precision,
     WATCH: tl.constexpr, RELATIVE_STOP: tl.constexpr,
     PARTS: tl.constexpr, ROUNDED: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, PLACES: tl.constexpr,
+    BLOCK: tl.constexpr, PLACES: tl.constexpr, JUDGED: tl.constexpr,
 ):  # fmt: skip
     """`Ledger.finish` and `PlainSweep.settle`: some chunks of one sample.
 
     Who must go back does so to z_0 + s_0 + …, by the additions of the solve.
     """
     b = tl.program_id(1).to(tl.int64)
-    code, residual, wanted, last_residual, done = finish(
+    code, residual, wanted, last_residual, done, missed = finish(
         b, real, whole, batch, precision, WATCH, RELATIVE_STOP
     )
     if tl.program_id(0) == 0:
+        if JUDGED > 1:
+            part = tl.arange(0, JUDGED)
+            row = REALS + part + tl.where(missed, JUDGED, 0)
+            tl.store(of_parts + b * JUDGED + part, tl.load(real + row * batch + b))
         tl.store(codes + b, code.to(tl.int64))
         tl.store(residuals + b, residual)
         tl.store(taken + b, done.to(tl.int64))
+        tl.store(at + b, wanted.to(tl.int64))
         j = tl.arange(0, PLACES)
         of_j = tl.load(keep + b * PLACES + j)
         tl.store(kept + b * PLACES + j, tl.where(j < wanted, of_j, 0))
@@ -452,6 +460,7 @@ class Sweep:
         precision: float,
         max_steps: int,
         scale: Tensor | None,  # (batch,)
+        keep_secants: bool = False,
         parts: Tensor | None = None,  # (batch·d,) in this dtype
         inverts: bool = True,
     ) -> None:
@@ -462,7 +471,7 @@ class Sweep:
         batch, d = z.shape
         device = z.device
         self.solver, self.precision, self.max_steps = solver, precision, max_steps
-        self.scale = scale
+        self.scale, self.keep_secants = scale, keep_secants
         self.table = table(tuple(sizes), tuning.block, device)
         self.aligned = all(size % ALIGNMENT == 0 for size in sizes)
         self.in_parts = len(sizes) > 1 or dtype != z.dtype
@@ -488,14 +497,19 @@ class Sweep:
         self.places = places(max_steps + 1)
         self.gram = z.new_empty(batch, self.places, self.places)
         self.keep = torch.empty(batch, self.places, dtype=torch.int8, device=device)
-        # `AndersonSweep`'s; else never read
-        numbers_of_g = (batch if self.memory else 0, self.places, self.places)
-        self.coordinates = z.new_empty(numbers_of_g, dtype=torch.float64)
-        self.products = torch.empty_like(self.coordinates)
+        # Anderson's method writes both; the former is also written where secants are asked for.
+        noted = bool(self.memory) or keep_secants
+        square = self.places, self.places
+        self.coordinates = z.new_empty(batch if noted else 0, *square, dtype=torch.float64)
+        self.products = z.new_empty(batch if self.memory else 0, *square, dtype=torch.float64)
         self.weight = z.new_empty(batch, self.places)
         self.lead = z.new_empty(batch)
         self.moves = torch.empty(batch, dtype=torch.int32, device=device)
-        self.real = z.new_empty(REALS, batch)
+        self.judged = len(judged_sizes(solver.stop, sizes, linear=scale is not None))  # parts
+        self.bounds = bounds(tuple(sizes) if self.judged > 1 else (d,), tuning.block, device)
+        self.of_parts = len(self.bounds) - 1  # room for their residuals
+        rows = REALS.value + (2 * self.of_parts if self.judged > 1 else 0)
+        self.real = z.new_empty(rows, batch)
         self.whole = torch.empty(WHOLES, batch, dtype=torch.int32, device=device)
         self.trace = z.new_empty(max_steps, batch)
         self.partial = z.new_empty(batch, chunks, 2, self.places)
@@ -532,7 +546,8 @@ class Sweep:
             self._grow()
         with on_device(self.z):
             self._judge(t, fz, counted=False)
-            if self.inverts or t < self.max_steps:  # a last step is of use for B⁻¹ alone
+            # A last step is of use for B⁻¹ and for secants alone.
+            if self.inverts or self.keep_secants or t < self.max_steps:
                 self._move(t, fz, counted=False)
         if not self.measured:
             return
@@ -563,7 +578,7 @@ class Sweep:
         strides, chunks = (self.steps.stride(0), self.scales.stride(0)), len(self.table)
         solver, precision = self.solver, self.precision
         scale = self.real if self.scale is None else self.scale
-        sums = self.norms, self.partial, scale
+        sums = self.norms, self.bounds, self.partial, scale
         kept = self.gram, self.keep, self.weight, self.lead, self.moves
         noted = self.real, self.whole, self.trace, self.unfinished, self.coordinates, self.products
         limits = (
@@ -573,6 +588,7 @@ class Sweep:
             float(torch.finfo(self.z.dtype).eps),
             noise_level(precision),
             flight_limit(solver.tol, precision),
+            least_part(solver.tol, precision, self.z.dtype),
             *self._mixing(),
         )
         verdict = *sums, *kept, *noted, batch, chunks, t, *limits
@@ -582,11 +598,13 @@ class Sweep:
             "FIRST": t == 0,
             "MEASURED": self.measured,
             "WATCH": solver.tol > 0,
-            "RELATIVE_STOP": solver.stop == "relative",
+            "RELATIVE_STOP": solver.stop != "absolute",
+            "PARTS": self.of_parts,
             "LINEAR": self.scale is not None,
             "CHUNKS": 32,
             "MEMORY": self.memory,
             "WINDOW": max(8, triton.next_power_of_2(self.memory)),
+            "SECANTS": self.keep_secants,
         }
         at_once = tuning.judge_in_dots and tuning.dots_warps == 1
         _dots[(chunks, evaluated)](
@@ -659,7 +677,7 @@ class Sweep:
         self._settle()
 
     def settle(self, last: int) -> Settled:
-        codes, residual, taken, kept = self._settle()
+        codes, residual, taken, at, kept, found = self._settle()
         inverse = None
         if self.inverts:
             scales = Scales(self.scales, self.sizes, tuning.block).first(last + 1)
@@ -668,29 +686,37 @@ class Sweep:
                 self.gram,
                 kept.view(torch.bool),
                 scales=scales if self.scaled else None,
+                at=at,
             )
         # They have gone back with z.  The graph of an f that was differentiated in the solve reads
         # the same memory: for a sample whose f was not finite there, so neither is its gradient.
         parts = self.parts if self._all_in_parts() else None
-        return Settled(None if self.rounded else self.z, parts, residual, taken, codes, inverse)
+        secants = None
+        if self.keep_secants:
+            steps, keep = self.steps[:, : last + 1], self.keep.view(torch.bool)
+            secants = Secants.of_steps(steps, self.coordinates, keep, taken, self.z, at == taken)
+        z = None if self.rounded else self.z
+        of_parts = found[:, : self.judged] if self.judged > 1 else None
+        return Settled(z, parts, residual, taken, codes, inverse, of_parts, secants)
 
     def _all_in_parts(self) -> bool:
         return self.in_parts and self.rows is None
 
-    def _settle(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """z as it is returned; its codes, residuals, steps and factors."""
+    def _settle(self) -> tuple[Tensor, ...]:
+        """z as it is returned; codes, residuals, steps, iterates, factors, residuals of parts."""
         batch, d = self.z.shape
-        codes, taken = torch.empty(2, batch, dtype=torch.int64, device=self.z.device)
+        codes, taken, at = torch.empty(3, batch, dtype=torch.int64, device=self.z.device)
         residual, kept = torch.empty_like(self.lead), torch.empty_like(self.keep)
+        of_parts = self.lead.new_empty(batch, self.of_parts)
         with on_device(self.z):
             _settle[(SETTLING, batch)](
                 self.first, self.z, self.parts, self.steps, self.scales, self.real, self.whole,
-                self.keep, self.trace, codes, residual, taken, kept, self.table,
+                self.keep, self.trace, codes, residual, taken, at, kept, of_parts, self.table,
                 batch, d, self.steps.stride(0), self.scales.stride(0), len(self.table),
                 self.max_steps, float(self.precision),
-                WATCH=self.solver.tol > 0, RELATIVE_STOP=self.solver.stop == "relative",
+                WATCH=self.solver.tol > 0, RELATIVE_STOP=self.solver.stop != "absolute",
                 PARTS=self._all_in_parts(), ROUNDED=self.rounded, SCALED=self.scaled,
                 ALIGNED=self.aligned, BLOCK=tuning.block, PLACES=self.places,
-                num_warps=tuning.step_warps,
+                JUDGED=self.of_parts, num_warps=tuning.step_warps,
             )  # fmt: skip
-        return codes, residual, taken, kept
+        return codes, residual, taken, at, kept, of_parts

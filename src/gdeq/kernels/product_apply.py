@@ -28,11 +28,15 @@ def _widened(x):
 
 @triton.jit(do_not_specialize=["scale_stride", "begin", "end"])
 def _dots_of(
-    x, steps, scales, table, partial, batch, d, step_stride, scale_stride, chunks, begin, end,
-    SCALED: tl.constexpr, ALIGNED: tl.constexpr,
+    x, steps, scales, table, partial, squares,
+    batch, d, step_stride, scale_stride, chunks, begin, end,
+    SCALED: tl.constexpr, ALIGNED: tl.constexpr, BOUNDED: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """a_j = s_jᵀx of `ProductInverse.matvec`, begin ≤ j < end: one chunk of each."""
+    """a_j = s_jᵀx of `ProductInverse.matvec`, begin ≤ j < end: one chunk of each.
+
+    BOUNDED: and ‖x‖².
+    """
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lane, row, length, in_rows, _in_parts = place(table, b, b, chunk, batch, d, ALIGNED, BLOCK)
     column, inside = row + lane, lane < length
@@ -40,6 +44,8 @@ def _dots_of(
     base = steps + b * step_stride
     units = scales + b * scale_stride + chunk
     out = partial + (b * chunks + chunk) * PLACES
+    if BOUNDED:
+        tl.store(squares + b * chunks + chunk, tl.sum(here * here, 0))
     for first in range(begin, end, TILE):
         j = first + tl.arange(0, TILE)
         known = j < end
@@ -53,18 +59,24 @@ def _dots_of(
 
 @triton.jit(do_not_specialize=["count", "begin", "end"])
 def _weights_of(
-    partial, gram, keep, weight, chunks, count, begin, end,
-    TRANSPOSED: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
+    partial, squares, gram, keep, weight, trusted, chunks, count, begin, end, longest,
+    TRANSPOSED: tl.constexpr, BOUNDED: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """`gdeq.product.weights` or `transposed_weights`: one sample."""
+    """`gdeq.product.weights` or `transposed_weights`: one sample.
+
+    BOUNDED: none where they make x more than ``longest`` times as long (`Inverse.trusted`).
+    """
     b = tl.program_id(0).to(tl.int64)
     kind = gram.dtype.element_ty
     place = tl.arange(0, PLACES)
     a = tl.zeros((PLACES,), dtype=kind)
+    xx = tl.zeros((CHUNKS,), dtype=kind)
     for first in range(0, chunks, CHUNKS):
         c = first + tl.arange(0, CHUNKS)
         where = partial + ((b * chunks + c) * PLACES)[:, None] + place[None, :]
         a += tl.sum(tl.load(where, mask=(c < chunks)[:, None], other=0.0), 0)
+        if BOUNDED:
+            xx += tl.load(squares + b * chunks + c, mask=c < chunks, other=0.0)
     a = tl.where((place >= begin) & (place < end), a, 0.0)
     of_b = gram + b * PLACES * PLACES
     factor = place - 1 if TRANSPOSED else place  # of each row
@@ -78,6 +90,13 @@ def _weights_of(
         column = row - 1 if TRANSPOSED else row + 1
         of_column = tl.load(of_b + column * PLACES + place, mask=place < count, other=0.0)
         found, inner = one_more(found, inner, diagonal, kept, of_column, place, row, column)
+    if BOUNDED:
+        of_x = tl.sum(xx, 0)
+        # ‖x + Σ found_j s_j‖²
+        of_y = of_x + tl.sum(tl.where(found != 0, found * (a + inner), 0.0), 0)
+        short = of_y <= longest * longest * of_x
+        found = tl.where(short, found, 0.0)
+        tl.store(trusted + b, short.to(tl.int8))
     tl.store(weight + b * PLACES + place, found)
 
 
@@ -113,7 +132,16 @@ def apply(
 ) -> Tensor:
     """`ProductInverse.matvec`, or its negative; in half precision for such an x."""
     with on_device(x):
-        return _applied(steps, gram, keep, x, transposed, negative, scales)
+        return _applied(steps, gram, keep, x, transposed, negative, scales, None)[0]
+
+
+def trusted(
+    steps: Tensor, gram: Tensor, keep: Tensor, x: Tensor, scales: Scales | None, longest: float
+) -> tuple[Tensor, Tensor]:  # (batch, d), (batch,) bool
+    """−B⁻ᵀx, or x where that is too long, and for which samples it is not."""
+    with on_device(x):
+        y, short = _applied(steps, gram, keep, x, True, True, scales, longest)
+    return y, short.view(torch.bool)
 
 
 def _applied(
@@ -124,7 +152,8 @@ def _applied(
     transposed: bool,
     negative: bool,
     scales: Scales | None,
-) -> Tensor:
+    longest: float | None,
+) -> tuple[Tensor, Tensor]:
     batch, count, d = steps.shape
     x = x.contiguous()
     if x.element_size() > 2:
@@ -148,15 +177,18 @@ def _applied(
         "TILE": TILE,
         "PLACES": wide,
     }
+    bounded = longest is not None
+    squares = gram.new_empty(batch if bounded else 0, chunks)
+    short = torch.empty(batch if bounded else 0, dtype=torch.int8, device=x.device)
     # No factor asks for s_0ᵀx in the transposed product, nor for the last a_j in the other.
-    begin, end = (1, count) if transposed else (0, count - 1)
+    begin, end = (0 if bounded else 1, count) if transposed else (0, count - 1)
     _dots_of[(chunks, batch)](
-        x, steps, units, chunk_table, partial, batch, d, *strides, chunks, begin, end,
-        **common, num_warps=DOTS_WARPS,
+        x, steps, units, chunk_table, partial, squares, batch, d, *strides, chunks, begin, end,
+        BOUNDED=bounded, **common, num_warps=DOTS_WARPS,
     )  # fmt: skip
     _weights_of[(batch,)](
-        partial, gram, kept, weight, chunks, count, begin, end,
-        TRANSPOSED=transposed, PLACES=wide, CHUNKS=32, num_warps=1,
+        partial, squares, gram, kept, weight, short, chunks, count, begin, end, longest or 0.0,
+        TRANSPOSED=transposed, BOUNDED=bounded, PLACES=wide, CHUNKS=32, num_warps=1,
     )  # fmt: skip
     y = torch.empty_like(x)
     _apply[(chunks, batch)](
@@ -164,4 +196,4 @@ def _applied(
         BACKWARDS=product.tuning.backwards, NEGATIVE=negative, **common,
         num_warps=APPLY_WARPS if scales is None else product.tuning.warps_of_bytes,
     )  # fmt: skip
-    return y
+    return y, short

@@ -42,6 +42,7 @@ from gdeq.solvers.base import noise_level
 from gdeq.state import Vectorized
 
 DOTS_TILE, APPLY_TILE = 2, 4  # stored steps that a program reads at once
+NORMS = tl.constexpr(5)  # of each chunk
 MOST_VECTORS = 128  # s_j and t_i, whose weights one program holds in registers
 SKIPPED, TAKEN, TAKEN_BACK = tl.constexpr(0), tl.constexpr(1), tl.constexpr(-1)  # a step
 
@@ -62,8 +63,8 @@ def _look(
 ):  # fmt: skip
     """r = v + Jᵀw − w; its inner products, and t_k's, with all s_j and t_i: one chunk of each.
 
-    And ‖r‖², ‖v‖², ‖w‖² and ‖r − before‖².  FIRST: t_k is w, and v the residual before.  LAST: no
-    other step asks for r.
+    And ‖r‖², ‖v‖², ‖w‖², ‖y‖² and yᵀbefore with y = r − before.  FIRST: t_k is w, and v the
+    residual before.  LAST: no other step asks for r.
     """
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind = v.dtype.element_ty
@@ -72,18 +73,19 @@ def _look(
     right = tl.load(v + in_rows, mask=inside, other=0.0)
     here = tl.load(w + in_rows, mask=inside, other=0.0)
     r = right + tl.load(product_w + in_rows, mask=inside, other=0.0).to(kind) - here
-    newest = here
-    change = r - right
+    newest, earlier = here, right
     if not FIRST:
         newest = _later(later, taken, batch, d, in_rows, inside)
-        change = r - tl.load(before + in_rows, mask=inside, other=0.0)
+        earlier = tl.load(before + in_rows, mask=inside, other=0.0)
+    change = r - earlier
     if not LAST:
         tl.store(r_out + in_rows, r, mask=inside)
-    at = norms + (b * chunks + chunk) * 4
+    at = norms + (b * chunks + chunk) * NORMS
     tl.store(at, tl.sum(r * r, 0))
     tl.store(at + 1, tl.sum(right * right, 0))
     tl.store(at + 2, tl.sum(here * here, 0))
     tl.store(at + 3, tl.sum(change * change, 0))
+    tl.store(at + 4, tl.sum(change * earlier, 0))
     out = partial + (b * chunks + chunk) * 2 * PLACES
     of_newest = out + PLACES
     tl.store(out + count + taken, tl.sum(newest * r, 0))
@@ -127,10 +129,13 @@ def _at(x, p, where):
 @triton.jit(do_not_specialize=["count", "taken"])
 def _decide(
     norms, partial, gram, keep, weight, lead, verdict, best, least, of_best, error,
-    chunks, count, taken, eps, noise, amplification, setback, growth,
+    chunks, count, taken, eps, noise, amplification, overshoot, setback, growth,
     FIRST: tl.constexpr, LAST: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """All that `_refine` makes of inner products, and x by `transposed_weights`: one sample."""
+    """All that `_refine` makes of inner products, and x by `transposed_weights`: one sample.
+
+    of_best: ‖w‖ where ‖r‖ was smallest; in the end, that of the result.
+    """
     b = tl.program_id(0).to(tl.int64)
     kind = gram.dtype.element_ty
     p = tl.arange(0, PLACES)
@@ -143,23 +148,25 @@ def _decide(
     diagonal = tl.load(of_b + factor * (PLACES + 1), mask=known, other=1.0)
     kept = tl.load(keep + b * PLACES + factor, mask=known, other=0) != 0
     a, row = tl.zeros((PLACES,), dtype=kind), tl.zeros((PLACES,), dtype=kind)  # of r, of t_k
-    rr, vv = tl.zeros((CHUNKS,), dtype=kind), tl.zeros((CHUNKS,), dtype=kind)
-    ww, yy = tl.zeros((CHUNKS,), dtype=kind), tl.zeros((CHUNKS,), dtype=kind)
+    rr = tl.zeros((CHUNKS,), dtype=kind)
+    vv, ww, yy, along = rr, rr, rr, rr
     for start in range(0, chunks, CHUNKS):
         c = start + tl.arange(0, CHUNKS)
         here = c < chunks
         where = partial + ((b * chunks + c) * 2 * PLACES)[:, None] + p[None, :]
         a += tl.sum(tl.load(where, mask=here[:, None], other=0.0), 0)
         row += tl.sum(tl.load(where + PLACES, mask=here[:, None], other=0.0), 0)
-        at = norms + (b * chunks + c) * 4
+        at = norms + (b * chunks + c) * NORMS
         rr += tl.load(at, mask=here, other=0.0)
         vv += tl.load(at + 1, mask=here, other=0.0)
         ww += tl.load(at + 2, mask=here, other=0.0)
         yy += tl.load(at + 3, mask=here, other=0.0)
+        along += tl.load(at + 4, mask=here, other=0.0)
     a, row = tl.where(p <= last, a, 0.0), tl.where(p <= last, row, 0.0)
     of_r = tl.sum(rr, 0)  # ‖r‖²
     size, of_v, of_w = tl.sqrt(of_r), tl.sqrt(tl.sum(vv, 0)), tl.sqrt(tl.sum(ww, 0))
-    change = tl.sqrt(tl.sum(yy, 0))
+    of_y = tl.sum(yy, 0)
+    change = tl.sqrt(of_y)
     good = size < INFINITY
     was, smallest, shortest = good, size, of_w  # the smallest ‖r‖, and ‖w‖ there
     if FIRST:
@@ -173,7 +180,8 @@ def _decide(
         shortest = tl.where(better, of_w, tl.load(of_best + b))
         tl.store(best + b, tl.where(better, taken, tl.load(best + b)))
         tl.store(least + b, smallest)
-    tl.store(of_best + b, shortest)
+    if not LAST:
+        tl.store(of_best + b, shortest)
 
     # x, first of the forward solve's factors, then of those that were made here
     x = tl.zeros((PLACES,), dtype=kind)
@@ -200,18 +208,21 @@ def _decide(
     sound = sound & (change > noise * (of_w + size))
     longer = tl.where(sound, squared / denominator, 1.0)
     if LAST:
-        bound = amplification * size * (of_w / of_v)
-        share = bound / (tl.abs(longer) * tl.sqrt(of_q))
+        best = tl.abs(tl.sum(along, 0)) / of_y
+        most = overshoot * tl.where((best > 1) & (best < INFINITY), best, 1.0)
+        longer = tl.where(sound, tl.minimum(tl.maximum(longer, -most), most), 1.0)
+        share = amplification * size * (of_w / of_v) / tl.sqrt(of_q)
         longer *= tl.where(share < 1, share, 1.0)  # 0/0: no step
         # w is the sum of all t_i, so wᵀq that of their places in `inner`.
-        along = tl.sum(tl.where((p >= count) & (p <= last), inner, 0.0), 0)
+        with_q = tl.sum(tl.where((p >= count) & (p <= last), inner, 0.0), 0)
         # Of where it leads.  Cancelled below zero it is not a number, and short of nothing.
-        length = tl.sqrt(of_w * of_w + longer * (2 * along + longer * of_q))
-        good = good & ((size <= setback * smallest) | (length <= growth * shortest))
+        length = tl.sqrt(of_w * of_w + longer * (2 * with_q + longer * of_q))
         moved = tl.abs(longer) * tl.sqrt(of_q)
+        good = good & ((size <= setback * smallest) | (length <= growth * shortest))
         known = good & (moved > 0) & (length > 0) & (length < INFINITY)
         nothing = tl.where(size == 0, 0.0, INFINITY)
         tl.store(error + b, tl.where(known, moved / length, nothing))
+        tl.store(of_best + b, tl.where(good, tl.where(length > 0, length, 0.0), shortest))
     else:
         tl.store(keep + b * PLACES + last, sound.to(tl.int8))
         tl.store(of_b + last * PLACES + p, row, mask=p <= last)
@@ -273,7 +284,7 @@ def refined(
     v: Tensor,  # (batch, d)
     vjp: Vectorized,
     how: Refinement,
-) -> tuple[Tensor, Tensor]:  # (batch, d), (batch,)
+) -> tuple[Tensor, Tensor, Tensor]:  # (batch, d), (batch,), (batch,)
     """`gdeq.gradients._refine` with the inverse of these steps, transposed; w = −B⁻ᵀv."""
     (batch, count, d), times = steps.shape, how.times
     v, w = v.contiguous(), w.contiguous()
@@ -287,7 +298,7 @@ def refined(
     elif times > 1:
         gram, keep = gram.clone(), keep.clone()  # they gain rows
     kept = keep.view(torch.int8)
-    norms, partial = v.new_empty(batch, chunks, 4), v.new_empty(batch, chunks, 2, wide)
+    norms, partial = v.new_empty(batch, chunks, NORMS.value), v.new_empty(batch, chunks, 2, wide)
     weight, lead = v.new_empty(batch, wide), v.new_empty(batch)
     verdict = torch.empty(batch, dtype=torch.int32, device=v.device)
     best, least = torch.empty_like(verdict), v.new_empty(batch)  # which t led to the smallest ‖r‖
@@ -319,7 +330,7 @@ def refined(
             )  # fmt: skip
             _decide[(batch,)](
                 norms, partial, gram, kept, weight, lead, verdict, best, least, of_best, error,
-                chunks, count, taken, eps, noise, how.amplification, how.setback, how.growth,
+                chunks, count, taken, eps, noise, *how.rules,
                 CHUNKS=32, PLACES=wide, **ends, num_warps=1,
             )  # fmt: skip
             _go[(chunks, batch)](
@@ -329,4 +340,4 @@ def refined(
                 num_warps=APPLY_WARPS,
             )  # fmt: skip
         before, w = r, next_w
-    return w, error
+    return w, error, of_best

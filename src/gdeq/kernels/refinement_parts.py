@@ -111,7 +111,8 @@ def _with(of_b, i, of_newest, p, newest, VECTORS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["chunks", "newest"])
 def _decide(
-    partial, gram, weight, error, chunks, newest, eps, noise, amplification, setback, growth,
+    partial, gram, weight, error, of_result, chunks, newest, eps, noise,
+    amplification, overshoot, setback, growth,
     FIRST: tl.constexpr, LAST: tl.constexpr,
     VECTORS: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
@@ -178,21 +179,27 @@ def _decide(
         change = _norm(r - before, with_r - with_before)
         sound = (tl.abs(denominator) > limit) & (change > noise * (of_w + size))
         longer = tl.where(sound, squared / denominator, 1.0)
+        if LAST:
+            best = tl.abs(_dot(before, with_r - with_before)) / (change * change)
+            most = overshoot * tl.where((best > 1) & (best < INFINITY), best, 1.0)
+            limited = tl.where(sound, tl.minimum(tl.maximum(longer, -most), most), 1.0)
+            share = amplification * size * (of_w / of_v) / _norm(q, with_q)
+            share = tl.where(share < 1, share, 1.0)  # 0/0: no step
+            longer = tl.where(count == newest, limited * share, longer)
+            none = (count == newest) & (share == 0)  # q may not be finite
+            q, with_q = tl.where(none, 0.0, q), tl.where(none, 0.0, with_q)
         after, with_after = q * longer, with_q * longer
         shares = tl.where(p == count - 1, tl.where(sound, 1 / squared, 0.0), shares)
     if LAST:
-        share = amplification * size * (of_w / of_v) / _norm(after, with_after)
-        share = tl.where(share < 1, share, 1.0)  # 0/0: no step
-        after = tl.where(share > 0, share * after, 0.0)
-        with_after = tl.where(share > 0, share * with_after, 0.0)
         # Cancelled below zero it is not a number, and short of nothing.
         length = tl.sqrt(_dot(w + after, with_w + with_after))
         moved = _norm(after, with_after)
-        short = length <= growth * _norm(kept, with_kept)
-        good = good & ((size <= setback * least) | short)
+        of_kept = _norm(kept, with_kept)
+        good = good & ((size <= setback * least) | (length <= growth * of_kept))
         known = good & (moved > 0) & (length > 0) & (length < INFINITY)
         nothing = tl.where(size == 0, 0.0, INFINITY)
         tl.store(error + b, tl.where(known, moved / length, nothing))
+        tl.store(of_result + b, tl.where(good, tl.where(length > 0, length, 0.0), of_kept))
     w = tl.where(good, w + after, kept)
     tl.store(weight + b * VECTORS + p, w, mask=p < VECTORS)
 
@@ -259,17 +266,17 @@ def refined(
     space: StateSpace,
     unit: Tensor,  # (batch,) of about ‖v‖
     how: Refinement,
-) -> tuple[Tensor, Tensor]:  # (batch·d,), (batch,)
-    """w in parts, and how far the last step went."""
+) -> tuple[Tensor, Tensor, Tensor]:  # (batch·d,), (batch,), (batch,)
+    """w in parts, how far the last step went, and ‖w‖ in units."""
     batch, device, times = space.batch, space.device, how.times
     of_parts = _chunks(space)
     chunks = sum(of_parts)
     partial = torch.empty(batch, chunks, VECTORS, dtype=torch.float32, device=device)
     gram = torch.empty(batch, VECTORS, VECTORS, dtype=torch.float64, device=device)
     weight = torch.empty(batch, VECTORS, dtype=torch.float32, device=device)
-    error = torch.empty(batch, dtype=torch.float32, device=device)
+    error, length = torch.empty(2, batch, dtype=torch.float32, device=device)
     numbers = torch.finfo(space.dtype).eps, noise_level(how.precision)
-    rules = how.amplification, how.setback, how.growth
+    rules = how.rules
     first, per_unit = _parts(space, v), 1 / unit
     given = [space._shaped(part, i) for i, part in enumerate(first)]
     vectors = [first]
@@ -285,13 +292,13 @@ def refined(
                 )  # fmt: skip
                 first_chunk += own
             _decide[(batch,)](
-                partial, gram, weight, error, chunks, newest, *numbers, *rules,
+                partial, gram, weight, error, length, chunks, newest, *numbers, *rules,
                 FIRST=newest == 1, LAST=newest == times,
                 VECTORS=VECTORS, LANES=LANES, CHUNKS=CHUNKS, num_warps=1,
             )  # fmt: skip
         w = _combined(space, vectors, weight)
         given = space.in_parts(w)
-    return w, error
+    return w, error, length
 
 
 def residual_norms(

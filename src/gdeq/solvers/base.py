@@ -24,7 +24,11 @@ class Solver:
 
     max_iter: the largest number of steps.
     tol: a sample is done when its residual is at most this; 0 runs exactly ``max_iter`` steps.
-    stop: "relative" compares ‖f(z) − z‖ with max(‖f(z)‖, ‖z‖), "absolute" takes it as it is.
+    stop: "relative" compares ‖f(z) − z‖ with max(‖f(z)‖, ‖z‖), and in a state of several tensors
+        that of each with its own: the largest is the residual.  (A tensor that is smaller than
+        1e-5 of the whole state, or than what rounding leaves of it, counts as that large: little
+        is known of it.)  "whole" takes such a state as one vector, "absolute" takes ‖f(z) − z‖ as
+        it is.
     check_every: look for the end of the batch only every so many steps (each look waits for the
         device).  Samples freeze at the same step whatever this is; only time changes.
     """
@@ -41,7 +45,7 @@ class Solver:
     def __post_init__(self) -> None:
         check_integer(self, "max_iter", 1)
         check_real(self, "tol", 0.0)
-        check_choice(self, "stop", ("relative", "absolute"))
+        check_choice(self, "stop", ("relative", "whole", "absolute"))
         check_integer(self, "check_every", 1)
 
     def init(

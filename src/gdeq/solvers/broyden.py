@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from gdeq.operators import Inverse, LowRankInverse, dot, norm
+from gdeq.operators import Inverse, LowRankInverse, dot, norm, safe_norms
 from gdeq.options import check_integer, check_real, options
 from gdeq.recording import recording
 from gdeq.solvers.base import Solver, change_seen, select
@@ -27,6 +27,7 @@ class BroydenState:
     base: Inverse | None
     rows: Tensor  # (batch,) 0, 1, ...
     counts: list[Tensor] = field(default_factory=list)  # count after step 0, 1, ...
+    lengths: list[Tensor] = field(default_factory=list)  # ‖bg‖ after step 0, 1, ...
     in_step: bool = True  # known: every sample has made an update at every step
 
     def estimate(self) -> LowRankInverse:
@@ -98,23 +99,25 @@ class Broyden(Solver):
         places = memory if self.tol == 0 else min(memory, 8)
         empty = z.new_zeros(z.shape[0], places, z.shape[1])
         count = torch.zeros(z.shape[0], dtype=torch.long, device=z.device)
+        bg = inverse.matvec(g) if inverse else -g
         return BroydenState(
             u=empty,
             v=torch.zeros_like(empty),
             count=count,
-            bg=inverse.matvec(g) if inverse else -g,
+            bg=bg,
             memory=memory,
             precision=precision,
             base=inverse,
             rows=torch.arange(len(z), device=z.device),
             counts=[count],
+            lengths=[safe_norms(bg)[0]],
         )
 
     def propose(self, z: Tensor, g: Tensor, state: BroydenState) -> Tensor:
         if self.max_step is None:
             return z - state.bg
         bound = self.max_step * norm(z).clamp(min=1.0)
-        length = norm(state.bg)
+        length = state.lengths[-1]
         shorten = torch.where(length > bound, bound / length, 1.0)
         return z - shorten.unsqueeze(1) * state.bg
 
@@ -168,6 +171,7 @@ class Broyden(Solver):
         state.count = state.count + accept
         state.counts.append(state.count)
         state.bg = select(accepted, torch.addcmul(bg_try, u, dot(v, g_try)), state.bg)
+        state.lengths.append(safe_norms(state.bg)[0])
         return select(accepted, z_try, z), select(accepted, g_try, g), state
 
     def inverse(self, state: BroydenState, at: Tensor | None) -> LowRankInverse:
@@ -176,7 +180,10 @@ class Broyden(Solver):
         Exact while nothing was dropped.  Otherwise what the later updates displaced is lost, and
         the sample is left with the surviving updates up to ``at``.
         """
-        estimate = state.estimate()
+        lengths = state.lengths[-1]
+        if at is not None:
+            lengths = torch.stack(state.lengths).gather(0, at.unsqueeze(0)).squeeze(0)
+        estimate = replace(state.estimate(), length=lengths)
         if at is None:
             return estimate
         used = estimate.u.shape[1]

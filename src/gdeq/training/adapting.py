@@ -1,9 +1,11 @@
 """The adaptive method: forward steps, refinement and the residual penalty follow what is measured.
 
 Every so many steps the loop hands over two means: the relative residual of the fixed point where
-the solver stopped, and the relative error of w that a refinement estimates by its last step.  (Not
-the residual of the adjoint equation: f of a trained model can be such that a better w has a larger
-one, docs/results.md.  Only on a rung without a VJP, where nothing is estimated, it stands for it.)
+the solver stopped, and the error of the batch's gradient (`BackwardRecord.batch_error`): of each
+sample the larger of the error that a refinement estimates by its last step and the residual of w,
+where both are known, weighted by ‖w‖.  (A trained f can be such that a better w has a larger
+residual, docs/results.md: then more VJPs are spent than are needed.  With ``measure_every`` most
+steps know the estimate alone, and those without a VJP nothing.)
 Each has a target and a ladder of costs:
 
 - above its target, one rung up at once, and one more for each further factor of two: more forward

@@ -42,14 +42,13 @@ class SolverConfig:
         self.build()
 
     def build(self) -> Solver:
+        # Of the whole state: what all figures of docs/results.md and the targets of adapt are of.
+        shared: dict[str, Any] = {"max_iter": self.max_iter, "tol": self.tol, "stop": "whole"}
         if self.name == "picard":
-            return Picard(max_iter=self.max_iter, tol=self.tol)
+            return Picard(**shared)
         if self.name == "anderson":
-            memory = 5 if self.memory is None else self.memory
-            return Anderson(max_iter=self.max_iter, tol=self.tol, memory=memory)
-        return Broyden(
-            max_iter=self.max_iter, tol=self.tol, memory=self.memory, step_bits=self.step_bits
-        )
+            return Anderson(memory=5 if self.memory is None else self.memory, **shared)
+        return Broyden(memory=self.memory, step_bits=self.step_bits, **shared)
 
 
 @options
@@ -165,7 +164,7 @@ class AdaptConfig:
 
     enabled: bool = False  # choose steps, refinement and penalty by residual and error
     forward: float = 1e-2  # wanted: mean relative residual of the fixed point
-    backward: float = 0.3  # wanted: mean relative error of w, as a refinement estimates it
+    backward: float = 0.3  # wanted: error of a batch's gradient, about (`batch_error`)
     forward_at_first: float | None = (
         None  # wanted at the first step, then evenly less; none: forward
     )

@@ -299,9 +299,7 @@ class Trainer:
         if figures is None:  # resumed from an older checkpoint a few steps ago
             return
         self.sums.look()
-        # Without a VJP nothing is estimated; JFB's residual is near its error.
-        estimated = not math.isnan(figures["backward_error"])
-        names = "residual", "backward_error" if estimated else "backward_residual"
+        names = "residual", "batch_error"
         residual, error = (figures[name] for name in names)
         measured = dict(zip(names, (residual, error), strict=True))
         choice = self.controller.look(residual, error, self.step / self.total)
@@ -450,6 +448,7 @@ class Trainer:
             "residual": train["residual"],
             "backward_residual": train["backward_residual"],
             "backward_error": train["backward_error"],
+            "batch_error": train["batch_error"],
             **self._in_use(),
         }
         self._write(record)
@@ -492,8 +491,8 @@ class Trainer:
             else:
                 self._test(images, labels)
         found = self.test_sums.read(self.process)
-        del found["backward_residual"], found["backward_error"]  # there was no backward pass
-        return found
+        backward = {name for name, _ in self.test_sums.BACKWARD}  # there was no such pass
+        return {name: value for name, value in found.items() if name not in backward}
 
     def _test(self, images: Tensor, labels: Tensor) -> None:
         torch.clear_autocast_cache()  # or a recording would keep what the first batches left there

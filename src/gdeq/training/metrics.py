@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gdeq.models.mdeq import MDEQ
+from gdeq.solution import mean_by_share
 from gdeq.training.process import Process
 
 
@@ -19,10 +20,15 @@ class Sums:
     the device.
     """
 
+    # What is known of w, each with the number of samples that have it.
+    BACKWARD = (
+        ("backward_residual", "measured"),
+        ("backward_error", "estimated"),
+        ("batch_error", "judged"),  # `BackwardRecord.batch_error`
+    )
     NAMES = (
         *("samples", "loss", "correct", "residual", "solver_steps"),
-        *("backward_residual", "measured"),  # measured: samples that have a backward residual
-        *("backward_error", "estimated"),  # estimated: samples whose error of w is
+        *(name for pair in BACKWARD for name in pair),
     )
     EPOCH, LOG, LOOK = range(3)  # since the epoch began, the last log line, the last adapting
     KEPT = ("sums", "sums_since_log", "sums_since_look")  # in a checkpoint
@@ -35,7 +41,7 @@ class Sums:
         """logits: (b, classes), labels: (b,), or shares of the classes: the largest one counts."""
         solution = model.deq.solution
         assert solution is not None
-        backward, error, wide = solution.record.residual, solution.record.error, torch.float64
+        record, wide = solution.record, torch.float64
         named = labels.argmax(1) if labels.is_floating_point() else labels
         samples = torch.full_like(loss, len(labels), dtype=wide)
         found = [
@@ -45,12 +51,13 @@ class Sums:
             solution.residual.sum(dtype=wide),
             solution.steps.sum(dtype=wide),
         ]
-        if backward is not None:
-            found += [backward.sum(dtype=wide), samples]
-        elif error is not None:
-            found += [torch.zeros_like(samples)] * 2
-        if error is not None:  # of a w that is far off, 1 says enough, and keeps the mean one
-            found += [error.clamp(max=1.0).sum(dtype=wide), samples]
+        residual, error, each = record.residual, record.error, record.sample_error
+        nothing = [torch.zeros_like(samples)] * 2
+        found += nothing if residual is None else [residual.sum(dtype=wide), samples]
+        # Of a w that is far off, 1 says enough, and keeps the mean one.
+        found += nothing if error is None else [error.clamp(max=1.0).sum(dtype=wide), samples]
+        if each is not None:
+            found += [mean_by_share(each.clamp(max=1.0), record.length) * samples, samples]
         self.values[:, : len(found)].add_(torch.stack(found))
 
     def clear(self) -> None:
@@ -73,22 +80,21 @@ class Sums:
     def read_since_look(self, process: Process) -> dict[str, float] | None:
         """None where nothing is known of the gradient since."""
         found = self._over_all(process, self.LOOK)
-        return self._means(found) if found["measured"] or found["estimated"] else None
+        return self._means(found) if found["judged"] else None
 
     def _over_all(self, process: Process, which: int) -> dict[str, float]:
         found = process.sum(self.values[which].clone()).tolist()
         return dict(zip(self.NAMES, found, strict=True))
 
     def _means(self, sums: dict[str, float]) -> dict[str, float]:
-        samples, measured, estimated = (
-            sums.pop(name) for name in ("samples", "measured", "estimated")
-        )
-        backward, error = sums.pop("backward_residual"), sums.pop("backward_error")
+        samples = sums.pop("samples")
+        backward = {}
+        for name, those in self.BACKWARD:
+            total, known = sums.pop(name), sums.pop(those)
+            backward[name] = total / known if known else math.nan
         means = {name: total / max(1.0, samples) for name, total in sums.items()}
         means["accuracy"] = 100 * means.pop("correct")
-        means["backward_residual"] = backward / measured if measured else math.nan
-        means["backward_error"] = error / estimated if estimated else math.nan
-        return {"samples": samples, **means}
+        return {"samples": samples, **means, **backward}
 
     def state(self, process: Process) -> dict[str, Tensor]:
         """Over all processes: how many there will be after a resume is not known."""

@@ -87,7 +87,7 @@ def solver_for(method: Gradient, solver: Solver) -> Solver:
     """The run's own solver; for GDEQ, which reuses Broyden's inverse, Broyden with its limits."""
     if solver.keeps_inverse or not method.needs_inverse:
         return solver
-    return Broyden(max_iter=solver.max_iter, tol=solver.tol)
+    return Broyden(max_iter=solver.max_iter, tol=solver.tol, stop=solver.stop)
 
 
 def similarity(
@@ -147,7 +147,7 @@ def _compare(
 ) -> Iterator[dict[str, Any]]:
     samples = len(images)
     images, labels = _sound(model, solver, images, labels)
-    tight = Broyden(max_iter=EQUILIBRIUM_STEPS, tol=EQUILIBRIUM_TOL)
+    tight = Broyden(max_iter=EQUILIBRIUM_STEPS, tol=EQUILIBRIUM_TOL, stop="whole")
     truth = _exact(model, tight, exact_tol, exact_tol, images, labels)
     radius = _radius(model, images)[truth.taken]
     here: dict[Solver, Found] = {}  # of each solver that a method wants

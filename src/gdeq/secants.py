@@ -1,0 +1,133 @@
+"""The last secants of a solve, and an inverse that is safe to differentiate with.
+
+Between two iterates z moves by s, and g(z) = f(z) − z by y ≈ (J − I)s.  With one column a secant in
+S and Y, the matrix nearest to −I that maps every y to its s is
+
+    H = −I + (S + Y)(YᵀY)⁻¹Yᵀ  ≈  (J − I)⁻¹.
+
+Anderson acceleration steps by −Hg (Walker & Ni 2011); a gradient needs its transpose.  The exact
+w* = (I − J)⁻ᵀv satisfies Yᵀw* = −Sᵀv, and −Hᵀv is the vector nearest to v that does so too: a
+projection of v towards w*.  Where f is affine it is never further from w* than v is, which nobody
+can say of Broyden's inverse: after a long solve that can be orders of magnitude too long in
+directions that no step explored.
+
+That holds for an affine f.  Where f is curved, a secant says less the further from z it was taken,
+and one of a wild excursion may say anything.  So columns are scaled to length one, and each has a
+ridge that grows with its distance from z.  The ridge also keeps down what only differences of
+nearly parallel secants say: that is mostly curvature and rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gdeq.operators import LowRankInverse, norm
+
+# Chosen on the maps of tests/fields.py (benchmarks/gradients.py): 20 secants are no better, and
+# ridges from 0.1 to 0.4 differ little.  (torch.linalg.inv_ex of more than 16 rows waits for the
+# device, which a recorded step may not.)
+COUNT = 10
+RIDGE = 0.2
+NEAR = 0.5  # beside ‖z‖: at this distance from z the ridge of a secant, squared, has doubled
+
+
+@dataclass
+class Secants:
+    """The last `COUNT` secants of every sample.  Unused places hold zeros.
+
+    One more place is written to at every step, and kept only if the secant is more than rounding.
+    """
+
+    s: Tensor  # (batch, places, d)
+    y: Tensor  # (batch, places, d)
+    far: Tensor  # (batch, places) how far z has gone since each of them began
+    count: Tensor  # (batch,) kept so far; the place that is free is count mod places
+    size: Tensor  # (batch,) ‖z‖; 0 where an earlier iterate is returned: it is far from all secants
+
+    @staticmethod
+    def empty(z: Tensor, steps: int) -> Secants:  # (batch, d)
+        batch, d = z.shape
+        places = min(COUNT, steps) + 1
+        s, y = z.new_zeros(2, batch, places, d)
+        count = torch.zeros(batch, dtype=torch.long, device=z.device)
+        return Secants(s, y, z.new_zeros(batch, places), count, z.new_zeros(batch))
+
+    @staticmethod
+    def of_steps(
+        steps: Tensor,  # (batch, n, d)
+        coordinates: Tensor,  # (batch, ≥n, ≥n)
+        keep: Tensor,  # (batch, ≥n) bool: which secants are more than rounding
+        taken: Tensor,  # (batch,) steps of each sample, below n
+        z: Tensor,  # (batch, d) that is returned
+        ended: Tensor,  # (batch,) bool: it is the last iterate
+    ) -> Secants:
+        """Those of a solve that keeps its steps alone, with g_i = Σ_j coordinates_ij s_j.
+
+        Places of steps that were not taken are set to zero; they may have held anything.
+        """
+        n = steps.shape[1]
+        if n == 1:
+            return Secants.empty(steps[:, 0], 0)
+        rows = torch.arange(len(steps), device=steps.device).unsqueeze(1)
+        unused = torch.arange(n, device=steps.device) >= taken.unsqueeze(1)
+        lengths = torch.linalg.vector_norm(steps, dim=2).masked_fill(unused, 0.0)
+        far = lengths.flip(1).cumsum(1).flip(1)
+        unused[:, 1:] = unused[:, :-1].clone()  # the last iterate's own step is in its g
+        unused[:, 0] = False
+        steps.masked_fill_(unused.unsqueeze(2), 0.0)
+        number = torch.arange(n - 1, device=steps.device)
+        number = torch.where(keep[:, : n - 1] & ~unused[:, 1:], number, -1)
+        number = number.topk(min(COUNT, n - 1), dim=1).values  # the last ones
+        known, number = number >= 0, number.clamp(min=0)
+        of_g = coordinates.tril()[:, :n, :n]
+        of_y = torch.where(known.unsqueeze(2), of_g[rows, number + 1] - of_g[rows, number], 0.0)
+        s = torch.where(known.unsqueeze(2), steps[rows, number], 0.0)
+        y = torch.bmm(of_y.to(s.dtype), steps)
+        return Secants(s, y, far[rows, number], known.sum(1), _size(z, ended))
+
+    def note(self, s: Tensor, y: Tensor, seen: Tensor) -> None:  # (batch, d) twice, (batch,)
+        """Take in one step, and keep its secant of the samples for which y is more than rounding.
+
+        Of a sample that does not move s is zero.
+        """
+        batch, places, _ = self.s.shape
+        at = torch.arange(batch, device=s.device) * places + self.count % places
+        self.s.flatten(0, 1).index_copy_(0, at, s)
+        self.y.flatten(0, 1).index_copy_(0, at, y)
+        length = norm(s)
+        self.far += length.unsqueeze(1)
+        self.far.view(-1).index_copy_(0, at, length)
+        self.count = self.count + seen
+
+    def close(self, z: Tensor, ended: Tensor) -> None:  # (batch, d), (batch,)
+        """At the end of the solve: clears the place that is free.
+
+        ended: whether the z that is returned is the last iterate.
+        """
+        batch, places, _ = self.s.shape
+        at = torch.arange(batch, device=z.device) * places + self.count % places
+        self.s.flatten(0, 1).index_fill_(0, at, 0.0)
+        self.y.flatten(0, 1).index_fill_(0, at, 0.0)
+        self.size = _size(z, ended)
+
+    def inverse(self) -> LowRankInverse:
+        """H of every sample; −I where there is no secant."""
+        size = torch.linalg.vector_norm(self.y, dim=2)  # (batch, places)
+        used = size > 0
+        unit = torch.where(used, 1 / torch.where(used, size, 1.0), 0.0)
+        gram = torch.bmm(self.y, self.y.transpose(1, 2)).double()
+        gram = gram * (unit.unsqueeze(1) * unit.unsqueeze(2)).double()
+        distance = self.far / (NEAR * self.size).unsqueeze(1)
+        ridge = RIDGE**2 * (1 + distance.double() ** 2).nan_to_num(1.0, 1e30).clamp(max=1e30)
+        system = gram + torch.diag_embed(torch.where(used, ridge, 1.0))
+        # inv_ex does not wait for the device to look for errors: the ridge keeps it regular.
+        inverse, _ = torch.linalg.inv_ex(system)
+        inverse = inverse * (unit.unsqueeze(1) * unit.unsqueeze(2)).double()
+        return LowRankInverse(torch.bmm(inverse.to(size.dtype), self.s + self.y), self.y)
+
+
+def _size(z: Tensor, ended: Tensor) -> Tensor:  # (batch, d), (batch,) -> (batch,)
+    return torch.where(ended, norm(z), 0.0)

@@ -1,0 +1,68 @@
+"""Gradients on maps from other fields: safe on all of them, and better than JFB's on most."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+import gdeq
+from fields import FIELDS, Solved
+from gdeq import GDEQ, GMRES, JFB, Anderson, Broyden, Gradient, Implicit
+
+SOLVES = {
+    f"{kind.__name__}, {tol:.0e}": kind(600, tol)
+    for kind in (Broyden, Anderson)
+    for tol in (1e-3, 1e-6)
+}
+
+
+@cache
+def solved(field: str, solve: str) -> Solved:
+    return Solved(field, seed=0, solver=SOLVES[solve])
+
+
+def errors(gradient: Gradient, solve: str) -> Tensor:
+    """Of all samples of all fields."""
+    return torch.cat([solved(field, solve).errors(gradient)[0] for field in FIELDS])
+
+
+def assert_safe(found: Tensor, of_jfb: Tensor) -> None:
+    """At most twice the larger of JFB's error and 0.5."""
+    assert (found <= 2 * of_jfb.clamp(min=0.5)).all(), found.max()
+
+
+@pytest.mark.parametrize("solve", SOLVES)
+@pytest.mark.parametrize("refine", [1, 2, 3, 4, 6])
+def test_a_refined_gradient_is_never_far_worse_than_one_from_jfb(refine, solve):
+    found, of_jfb = (errors(kind(refine=refine), solve) for kind in (GDEQ, JFB))
+    assert len(found) > 45
+    assert_safe(found, of_jfb)
+    assert found.median() < 0.75 * of_jfb.median()
+
+
+@pytest.mark.parametrize("solve", SOLVES)
+def test_a_gradient_to_a_tolerance_is_never_far_worse_than_jfb(solve):
+    found = errors(GDEQ(tolerance=0.1, max_refine=10), solve)
+    assert_safe(found, errors(JFB(refine=10), solve))
+
+
+@pytest.mark.parametrize("solve", SOLVES)
+@pytest.mark.parametrize("solver", [GMRES(20, 1e-6), Broyden(20, 1e-6)], ids=["GMRES", "Broyden"])
+def test_a_preconditioned_solve_is_never_far_worse_than_a_plain_one(solver, solve):
+    plain, found = (errors(Implicit(solver, precondition=flag), solve) for flag in (False, True))
+    assert_safe(found, plain)
+    assert found.median() <= plain.median()
+
+
+@pytest.mark.parametrize("field", ["Bratu, 31 points", "LASSO 40 × 40"])
+def test_plain_reuse_can_be_far_off_and_measuring_shows_it(field):
+    """The paper's gradient stays what it is; its residual says where not to use it."""
+    case = solved(field, "Broyden, 1e-06")
+    off, _ = case.errors(GDEQ())
+    assert off.max() > 10
+    solution = gdeq.fixed_point(case.map.f, case.map.z0, Broyden(600, 1e-6), gdeq.Measured(GDEQ()))
+    (solution.z * case.v).sum().backward()
+    assert (solution.backward.residual[case.judged][off > 10] > 1).all()
