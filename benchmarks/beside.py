@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.bench.steps import Setup, arithmetic, build, default_setup, in_graph, measure, ours
+from gdeq.fast.kernels import classifier, loss
+from gdeq.fast.kernels.norms import fusion_whole
 from gdeq.gradients import GDEQ
-from gdeq.kernels import classifier, loss
-from gdeq.kernels.norms import fusion_whole
+from gdeq.lab.bench.steps import Setup, arithmetic, build, default_setup, in_graph, measure, ours
 from gdeq.models import layers, mdeq, mdeq_fused
 
 SWITCHES: dict[str, tuple[Any, str]] = {

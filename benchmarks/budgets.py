@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from common import Report, parser, pyplot
-from gdeq.data import Batches
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured
+from gdeq.lab.data import Batches
+from gdeq.lab.training import runs, similarity
 from gdeq.solvers import GMRES, Broyden
-from gdeq.training import runs, similarity
 
 METHODS: dict[str, Gradient] = {
     "JFB": Measured(JFB()),

@@ -28,11 +28,11 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 import torch
 from torch import Tensor
 
-from gdeq.kernels import norms, weights
-from gdeq.kernels.norms.fusion import Fuse
-from gdeq.kernels.norms.operation import Operation
-from gdeq.kernels.norms.residual import BlockEnd
-from gdeq.kernels.norms.single import NormAct
+from gdeq.fast.kernels import norms, weights
+from gdeq.fast.kernels.norms.fusion import Fuse
+from gdeq.fast.kernels.norms.operation import Operation
+from gdeq.fast.kernels.norms.residual import BlockEnd
+from gdeq.fast.kernels.norms.single import NormAct
 from gdeq.models import mdeq_fused
 from gdeq.models.mdeq_cell import MDEQCell
 from gdeq.models.mdeq_config import named

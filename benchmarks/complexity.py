@@ -37,7 +37,7 @@ from common import (
     quartiles,
     slope,
 )
-from gdeq.bench.steps import Setup, arithmetic, build
+from gdeq.lab.bench.steps import Setup, arithmetic, build
 
 MIB = 2**20
 # The paper's claims, time and memory.

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gdeq import kernels
-from gdeq.training import config as configs
-from gdeq.training import process, progress
-from gdeq.training.folder import RunFolder
-from gdeq.training.loop import Trainer, precision
+from gdeq.fast import kernels
+from gdeq.lab.training import config as configs
+from gdeq.lab.training import process, progress
+from gdeq.lab.training.folder import RunFolder
+from gdeq.lab.training.loop import Trainer, precision
 
 
 @contextlib.contextmanager

@@ -14,10 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from gdeq.training import config as configs
-from gdeq.training import process, progress
-from gdeq.training.folder import RunFolder
-from gdeq.training.loop import Trainer
+from gdeq.lab.training import config as configs
+from gdeq.lab.training import process, progress
+from gdeq.lab.training.folder import RunFolder
+from gdeq.lab.training.loop import Trainer
 
 SETTINGS = [
     *("solver.max_iter=3", "solver.tol=0", "gradient=gdeq", "gradient.refine=1"),

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 import gdeq
+from gdeq.fast.product import PlainSweep
 from gdeq.gradients import GDEQ, norm
-from gdeq.product import PlainSweep
 from secants import as_vectors, cotangent, load  # beside this file
 
 STEPS = 18

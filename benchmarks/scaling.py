@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 import gdeq
-from gdeq.bench.steps import Setup, Step, cell_times, default_setup, measure, ours
-from gdeq.bench.where import profile
+from gdeq.lab.bench.steps import Setup, Step, cell_times, default_setup, measure, ours
+from gdeq.lab.bench.where import profile
 
 AXES: dict[str, list[int]] = {
     "batch": [32, 64, 128, 256, 512, 1024],

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import gdeq
-from gdeq import data as datasets
-from gdeq.data import Batches
+from gdeq.lab import data as datasets
+from gdeq.lab.data import Batches
 from gdeq.models.mdeq import MDEQ, mdeq
 
 Map = Callable[[Tensor], Tensor]  # (batch, d) -> (batch, d)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import gdeq
-from gdeq.bench.where import events_of, tally
-from gdeq.kernels import choice
+from gdeq.fast.kernels import choice
+from gdeq.lab.bench.where import events_of, tally
 
 SHAPES = [(32, 32, 32), (64, 16, 16), (128, 8, 8), (256, 4, 4)]  # 61,440 numbers
 CACHE = 32 << 20  # float32: 128 MiB, more than the cache of an H200

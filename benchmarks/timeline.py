@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from gdeq.bench.steps import default_setup, milliseconds, ours
 from gdeq.gradients import GDEQ, JFB
+from gdeq.lab.bench.steps import default_setup, milliseconds, ours
 
 STEPS = 4
 

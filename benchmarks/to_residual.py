@@ -33,10 +33,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import gdeq
-from gdeq import data as datasets
-from gdeq import kernels
-from gdeq.bench.steps import Setup, arithmetic, milliseconds
-from gdeq.data import Batches
+from gdeq.fast import kernels
+from gdeq.lab import data as datasets
+from gdeq.lab.bench.steps import Setup, arithmetic, milliseconds
+from gdeq.lab.data import Batches
 from gdeq.models import MDEQStart
 from gdeq.models.mdeq import MDEQ, mdeq
 

@@ -26,23 +26,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gdeq import data as datasets
-from gdeq.bench.steps import Setup, in_graph
-from gdeq.bench.where import events_of, tally
-from gdeq.capture import Captured
-from gdeq.data.dataset import Arrays, Dataset, make
-from gdeq.training import config as configs
-from gdeq.training import process, progress
-from gdeq.training.folder import RunFolder
-from gdeq.training.loop import Trainer
-from gdeq.training.precision import precision
+from gdeq.fast.capture import Captured
+from gdeq.lab import data as datasets
+from gdeq.lab.bench.steps import Setup, in_graph
+from gdeq.lab.bench.where import events_of, tally
+from gdeq.lab.data.dataset import Arrays, Dataset, make
+from gdeq.lab.training import config as configs
+from gdeq.lab.training import process, progress
+from gdeq.lab.training.folder import RunFolder
+from gdeq.lab.training.loop import Trainer
+from gdeq.lab.training.precision import precision
 
 WARM = 6  # steps before any timing; the fourth is recorded
 TOP = 70  # kernels named
 
 
 def random_images(name: str, _root: str | None, device: str | torch.device) -> Dataset:
-    """In place of `gdeq.data.load`: noise, of which there is enough for an epoch or two."""
+    """In place of `gdeq.lab.data.load`: noise, of which there is enough for an epoch or two."""
     source = np.random.default_rng(0)
     counts = (20_000, 1_000)
     images = [source.integers(0, 256, (n, 3, 32, 32), np.uint8) for n in counts]

@@ -14,14 +14,14 @@ from dataclasses import replace
 
 import torch
 
-from gdeq.bench.steps import Setup, cell_times, default_setup, measure, ours
 from gdeq.gradients import GDEQ
+from gdeq.lab.bench.steps import Setup, cell_times, default_setup, measure, ours
 from gdeq.models import mdeq_fused
 
 
 def tune(**changes: object) -> None:
     try:
-        from gdeq.kernels import product  # noqa: PLC0415 (needs Triton)
+        from gdeq.fast.kernels import product  # noqa: PLC0415 (needs Triton)
     except ImportError:
         return
     product.tuning = replace(product.tuning, **changes)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gdeq.recording import Repeated, Stage
+from gdeq.fast.recording import Repeated, Stage
 
 
 class Event:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gdeq.fast.product import PlainSweep
 from gdeq.ledger import Ledger
-from gdeq.product import PlainSweep
 
 
 def ledger_of(sweep: Any) -> Ledger:

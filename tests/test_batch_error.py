@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gdeq
-from gdeq.kernels import choice
+from gdeq.fast.kernels import choice
 from gdeq.solution import BackwardRecord
 
 F64 = torch.float64

@@ -9,7 +9,7 @@ import torch
 
 import gdeq
 from gdeq import GDEQ, GMRES, JFB, NPG, Anderson, Broyden, Implicit, Picard, Status, Unrolled
-from gdeq.kernels import choice
+from gdeq.fast.kernels import choice
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import gdeq
-from gdeq.kernels import choice
+from gdeq.fast.kernels import choice
 
 BATCH, D = 2, 128
 STATE = BATCH * D * 8  # bytes of one float64 state
@@ -102,7 +102,7 @@ def test_picard_is_flat_in_max_iter(device, name, tol):
 @pytest.mark.parametrize("tol", [0.0, 1e-300], ids=["fixed", "watched"])
 def test_anderson_is_flat_beyond_its_memory(device, tol):
     solver = [gdeq.Anderson(max_iter=n, tol=tol, memory=4) for n in (6, 16)]
-    with choice.use("off"):  # `gdeq.product` keeps all steps
+    with choice.use("off"):  # `gdeq.fast.product` keeps all steps
         few, many = (measure(device, s, gdeq.Implicit()) for s in solver)
     assert few == many
 

@@ -18,17 +18,18 @@ import torch
 from torch import nn
 
 import gdeq
-from gdeq import narrowing, product
-from gdeq.kernels import choice
+from gdeq import narrowing
+from gdeq.fast import product
+from gdeq.fast.kernels import choice
+from gdeq.fast.recording import Repeated, Stage, rehearsal
 from gdeq.models.mdeq import mdeq
-from gdeq.recording import Repeated, Stage, rehearsal
 from gdeq.solution import Status
 from played import Event, Graph, Played
 from problems import assert_near, leaves
 from sweeps import ledger_of
 
 pytest.importorskip("triton")
-from gdeq.kernels import product as fused
+from gdeq.fast.kernels import product as fused
 
 F64 = torch.float64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

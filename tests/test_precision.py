@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import gdeq
-from gdeq import kernels
+from gdeq.fast import kernels
 from gdeq.solve import iterate
 
 GRADIENTS = {

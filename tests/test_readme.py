@@ -78,7 +78,7 @@ def test_the_recorded_step_trains():
 
 
 def test_commands_exist():
-    cli = pytest.importorskip("gdeq.cli")
+    cli = pytest.importorskip("gdeq.lab.cli")
     known = {command.name or command.callback.__name__ for command in cli.app.registered_commands}
     known |= {group.name for group in cli.app.registered_groups}
     shell = "\n".join(blocks("sh"))

@@ -11,7 +11,7 @@ from torch import nn
 
 import gdeq
 from gdeq import narrowing
-from gdeq.kernels import choice
+from gdeq.fast.kernels import choice
 from gdeq.models import MDEQStart
 from gdeq.models.mdeq import mdeq
 from gdeq.models.mdeq_config import named

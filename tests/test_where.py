@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gdeq.bench.where import tally
+from gdeq.lab.bench.where import tally
 
 
 def event(name, start, end):

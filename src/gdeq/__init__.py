@@ -1,6 +1,6 @@
 """gdeq: deep equilibrium models whose gradients are fast and whose error is known."""
 
-from gdeq.capture import CaptureWarning, capture
+from gdeq.fast.capture import CaptureWarning, capture
 from gdeq.fixed_point import fixed_point
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured, Unrolled
 from gdeq.layer import DEQ, UnsteadyCellWarning

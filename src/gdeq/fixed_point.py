@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gdeq import product
+from gdeq.fast import product
 from gdeq.gradients import DEFAULT, Gradient, Unrolled
 from gdeq.ledger import least_part, residual_of
 from gdeq.nodes import (

@@ -20,10 +20,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gdeq.fast.product import no_inverse
+from gdeq.fast.recording import recording
 from gdeq.operators import Inverse, Refinement, dot, norm, safe_norms
 from gdeq.options import check_flag, check_integer, check_real, check_type, options
-from gdeq.product import no_inverse
-from gdeq.recording import recording
 from gdeq.solution import Cotangent, Solution
 from gdeq.solve import check_solver, iterate
 from gdeq.solvers.base import Solver, change_seen, select
@@ -307,7 +307,7 @@ def _refine(
 
     With its result, how far the last step went, and ‖w‖.
 
-    The updates are kept as factors I + s_{t+1}s_tᵀ/‖s_t‖² of the inverse (`gdeq.product`).
+    The updates are kept as factors I + s_{t+1}s_tᵀ/‖s_t‖² of the inverse (`gdeq.fast.product`).
     """
     eps = torch.finfo(v.dtype).eps
     step, r, kept = w, v, w

@@ -12,13 +12,14 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
-from gdeq import narrowing, product
+from gdeq import narrowing
+from gdeq.fast import product
+from gdeq.fast.kernels import choice
+from gdeq.fast.recording import recording
 from gdeq.fixed_point import check_pair, solve_and_attach
 from gdeq.gradients import DEFAULT, Gradient
 from gdeq.hooks import unwatched
-from gdeq.kernels import choice
 from gdeq.options import describe
-from gdeq.recording import recording
 from gdeq.regularize import hold
 from gdeq.solution import Solution
 from gdeq.solvers.base import Solver
@@ -70,7 +71,7 @@ class DEQ(nn.Module):
     narrow: in a solve with a tolerance, samples that are done leave the batch: when half are done,
         the cell is called for the other half alone, and so on down to 16 samples.  The results are
         the same up to rounding.  Only in eval mode, and by `Broyden` or `Anderson` on a GPU (where
-        `gdeq.product` runs).  The cell must treat samples independently and take a smaller
+        `gdeq.fast.product` runs).  The cell must treat samples independently and take a smaller
         batch: z and each tensor in its inputs (nested in tuples, lists and dicts) whose first
         dimension is the batch size are cut to the samples left, all else is handed over as it is.
         The first time (after training, for each cell, shape and flag or number among the inputs)

@@ -6,7 +6,7 @@ for the other half: as many as are still sought, and done ones up to exactly the
 are few sizes (a CUDA graph is recorded for each).
 
 What f reads and returns becomes smaller; what the solver knows stays where it is.  A sweep of
-`gdeq.product` keeps all samples in their places and is told which ones (``rows``) f is evaluated
+The product form keeps all samples in their places and is told which ones (``rows``) f is evaluated
 for, so nothing has to be put back at the end.
 
 f must be known for some samples alone.  Of a function that closes over its inputs it is not, of a
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gdeq.recording import may_wait
+from gdeq.fast.recording import may_wait
 from gdeq.solvers.base import Solver
 from gdeq.state import State, StateError, VectorMap
 
@@ -44,7 +44,7 @@ class NarrowError(StateError):
 
 
 class Sweep(Protocol):
-    """What is needed of `gdeq.product.PlainSweep` and its fused twin."""
+    """What is needed of `gdeq.fast.product.PlainSweep` and its fused twin."""
 
     @property
     def parts(self) -> Tensor: ...  # z of the samples that f is evaluated for

@@ -13,7 +13,7 @@ that needs no product with J (JFB, plain GDEQ) needs no input node.
 
 Both nodes are in the user's terms: only what a gradient method works on, v, w and the products,
 are batched vectors (and not even these where `JFB` is refined in half precision on a GPU,
-`gdeq.kernels.refinement_parts`).
+`gdeq.fast.kernels.refinement_parts`).
 
 Second derivatives (`Implicit`).  The gradient g = (∂f/∂θ)ᵀw depends on w and on z*, and both are
 fixed points that depend on θ.  A pass with create_graph=True gives w its own nodes, as the fixed
@@ -37,10 +37,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdeq.fast.kernels import choice
+from gdeq.fast.recording import recording
 from gdeq.gradients import JFB, Gradient, Implicit, refinement, relative
-from gdeq.kernels import choice
 from gdeq.operators import residual_norm, safe_norms
-from gdeq.recording import recording
 from gdeq.solution import BackwardRecord, Cotangent, Solution
 from gdeq.solvers.base import Solver
 from gdeq.state import State, StateSpace, VectorMap, full_precision
@@ -76,7 +76,7 @@ class _Link:
         assert self.unit is not None
         per_unit = 1 / self.unit
         if self.tensors is not None:
-            from gdeq.kernels import refinement_parts as fused  # noqa: PLC0415 (needs Triton)
+            from gdeq.fast.kernels import refinement_parts as fused  # noqa: PLC0415 (needs Triton)
 
             residual = fused.residual_norms(*self.tensors, product, space, per_unit)
         else:
@@ -207,7 +207,7 @@ def _refined_in_parts(
     link, space, gradient = ctx.link, ctx.space, ctx.link.gradient
     if type(gradient) is not JFB or ctx.inside is not None or choice.chosen(v[0]) != "triton":
         return None  # who derives from it may do more
-    from gdeq.kernels import refinement_parts as fused  # noqa: PLC0415 (needs Triton)
+    from gdeq.fast.kernels import refinement_parts as fused  # noqa: PLC0415 (needs Triton)
 
     dtypes = [leaf.dtype for leaf in (*v, *product.out, *product.z_in)]
     if not fused.takes(space, dtypes, gradient.refine):

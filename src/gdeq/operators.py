@@ -1,6 +1,6 @@
 """The inverse-Jacobian estimate of Broyden's method as a linear operator.
 
-`LowRankInverse` is the readable form; `gdeq.product.ProductInverse` is the same operator kept in
+`LowRankInverse` is the readable form; `ProductInverse` is the same operator kept in
 half the memory.
 """
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdeq.kernels import choice
-from gdeq.kernels.autograd import differentiates
+from gdeq.fast.kernels import choice
+from gdeq.fast.kernels.autograd import differentiates
 from gdeq.options import count
 from gdeq.state import State, StateSpace, Vectorized, full_precision
 
@@ -219,7 +219,7 @@ def safe_norms(*vectors: Tensor) -> tuple[Tensor, ...]:  # (batch, d) each -> (b
 def residual_norm(v: Tensor, w: Tensor, product: Tensor) -> Tensor:  # (batch, d) each -> (batch,)
     """‖v − w + Jᵀw‖, as `safe_norms`; product: Jᵀw.  On a GPU in one pass."""
     if choice.chosen(v) == "triton" and not differentiates(v, w, product):
-        from gdeq.kernels import lengths  # noqa: PLC0415 (needs Triton)
+        from gdeq.fast.kernels import lengths  # noqa: PLC0415 (needs Triton)
 
         if all(lengths.takes(a) for a in (v, w, product)):
             return lengths.residual_norms(v, w, product)
@@ -228,7 +228,7 @@ def residual_norm(v: Tensor, w: Tensor, product: Tensor) -> Tensor:  # (batch, d
 
 def _norm_by_float64(a: Tensor) -> Tensor:  # (batch, d) -> (batch,)
     if choice.chosen(a) == "triton" and not differentiates(a):
-        from gdeq.kernels import lengths  # noqa: PLC0415 (needs Triton)
+        from gdeq.fast.kernels import lengths  # noqa: PLC0415 (needs Triton)
 
         if lengths.takes(a):
             return lengths.norms(a)

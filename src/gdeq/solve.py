@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gdeq import product
+from gdeq.fast import product
+from gdeq.fast.recording import recording
 from gdeq.ledger import Ledger, Norms, judged_sizes, least_part, norms_of
 from gdeq.operators import Inverse, StateInverse, norm, safe_norms
 from gdeq.options import describe
-from gdeq.recording import recording
 from gdeq.secants import Secants
 from gdeq.solution import Solution, Status
 from gdeq.solvers.base import Solver, noise_level, select
@@ -77,7 +77,7 @@ def iterate(
         for a linear system, instead of to max(‖f(z)‖, ‖z‖).
     last: f, differentiable; with ``tol=0`` it may be called in f's place at the last iterate.
     first: f as it is computed where the solve begins, called there once.
-    parts: where it begins, of `gdeq.product.start_in_parts`.
+    parts: where it begins, of `gdeq.fast.product.start_in_parts`.
     keep_secants: return the last secants of each sample.
     """
     max_steps = solver.max_iter if max_steps is None else max_steps

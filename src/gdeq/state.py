@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.kernels import choice
+from gdeq.fast.kernels import choice
 from gdeq.options import count
 
 State = Any  # a tensor, or any nesting of tuples, lists and dicts of tensors
@@ -234,7 +234,7 @@ class StateSpace:
         """The module where `join` and `split` are one launch each; None where plain ones run."""
         if len(dtypes) == 1 or min(self.sizes) == 0 or choice.chosen(x) != "triton":
             return None
-        from gdeq.kernels import state  # noqa: PLC0415 (needs Triton)
+        from gdeq.fast.kernels import state  # noqa: PLC0415 (needs Triton)
 
         return state if state.takes(self.batch, dtypes) else None
 

@@ -11,14 +11,14 @@ from torch.nn.utils import parametrize
 
 import gdeq
 from gdeq import GDEQ, JFB, Broyden, Implicit, Unrolled, hold
-from gdeq.kernels import available, classifier, norms, weights
+from gdeq.fast.kernels import available, classifier, norms, weights
+from gdeq.fast.streams import tensors_in
 from gdeq.models import MDEQ, MDEQCell, MDEQConfig, layers, mdeq_fused, mdeq_weights
 from gdeq.models import mdeq as model_file
 from gdeq.models.branches import Serial
 from gdeq.models.mdeq import average, mdeq
 from gdeq.models.mdeq_cell import Down, Up
 from gdeq.models.mdeq_config import SIZES, named
-from gdeq.streams import tensors_in
 
 # Small enough for finite differences, with every kind of path: two ups, two downs, two blocks.
 MINIMAL = MDEQConfig(

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():  # before Triton is imported
 import pytest
 
 from gdeq import DEQ, GDEQ, JFB, Broyden, hold
-from gdeq.kernels import available, norms, weights
+from gdeq.fast.kernels import available, norms, weights
 from gdeq.models import MDEQCell, MDEQConfig, convolution, mdeq_fused, mdeq_weights
 from gdeq.models.mdeq_config import named
 from gdeq.models.mdeq_fused import applies, as_buffer, fused_forward
@@ -490,7 +490,7 @@ def test_gradients_between_scales_are_not_copied(device, monkeypatch):
     cell.requires_grad_(False)
     cell.eval()
     z = tuple(part.requires_grad_() for part in z)
-    home = sys.modules["gdeq.kernels.norms.slices"]._Home
+    home = sys.modules["gdeq.fast.kernels.norms.slices"]._Home
     whole, real = [], home.holds
     monkeypatch.setattr(home, "holds", lambda *args: whole.append(real(*args)) or whole[-1])
     found = []

@@ -15,8 +15,8 @@ import pytest
 
 import gdeq
 from gdeq import DEQ, GDEQ, JFB, Broyden, Unrolled, hold, narrowing
-from gdeq.kernels import available, choice, norms, weights
-from gdeq.kernels.norms import held_block_forward
+from gdeq.fast.kernels import available, choice, norms, weights
+from gdeq.fast.kernels.norms import held_block_forward
 from gdeq.models import MDEQ, MDEQCell, MDEQConfig, layers, mdeq_fused, mdeq_weights
 from gdeq.models import mdeq as model_file
 from gdeq.models.branches import Serial

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq import streams
+from gdeq.fast import streams
 
 
 class Serial:

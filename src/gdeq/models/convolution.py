@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d
 
-from gdeq import streams
-from gdeq.kernels.autograd import differentiable, differentiates, wanted_now
+from gdeq.fast import streams
+from gdeq.fast.kernels.autograd import differentiable, differentiates, wanted_now
 
 weights_aside = True
 pairs_with_grad = True  # in evaluations that are differentiated, too

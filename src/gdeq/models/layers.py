@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
-from gdeq import kernels
-from gdeq.hooks import unwatched
-from gdeq.kernels.autograd import differentiates
-from gdeq.kernels.norms import (
+from gdeq.fast import kernels
+from gdeq.fast.kernels.autograd import differentiates
+from gdeq.fast.kernels.norms import (
     BatchSource,
     Running,
     Source,
@@ -28,7 +27,8 @@ from gdeq.kernels.norms import (
     room_beside,
     slices,
 )
-from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
+from gdeq.fast.kernels.weights import Convolution, Merged, merge, plans_of
+from gdeq.hooks import unwatched
 from gdeq.models.convolution import convolution
 
 MULTIPLE = 8  # channels that cuDNN's fast kernels want; 1: none beside, for comparisons

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gdeq.fast.kernels import classifier
 from gdeq.gradients import DEFAULT, Gradient
 from gdeq.hooks import unwatched
-from gdeq.kernels import classifier
 from gdeq.layer import DEQ
 from gdeq.models import mdeq_fused
 from gdeq.models.branches import Parallel, Serial

@@ -2,7 +2,7 @@
 
     `MDEQCell.forward`                  here
     one convolution for each pair       those that share their input are one with all outputs
-    norm, add, relu, norm ...           one kernel (`gdeq.kernels.norms`)
+    norm, add, relu, norm ...           one kernel (`gdeq.fast.kernels.norms`)
     weights normalised, cast, ordered   once for each solve (`Prepared`), not at each evaluation
     one scale after another             side by side, on CUDA streams of their own
     one tensor for each scale           views of one buffer, all samples of a scale together
@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gdeq import kernels
-from gdeq.kernels.norms import Source, block_end_for, fuse, norm_act, per_sample, slices
+from gdeq.fast import kernels
+from gdeq.fast.kernels.norms import Source, block_end_for, fuse, norm_act, per_sample, slices
 from gdeq.models.branches import Parallel, Serial
 from gdeq.models.convolution import convolution
 from gdeq.models.mdeq_weights import AtZero, BlockWeights, Norm, Prepared, Weights

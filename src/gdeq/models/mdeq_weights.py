@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import conv2d
 from torch.nn.utils import parametrize
 
-from gdeq.kernels import choice
-from gdeq.kernels.weights import Convolution, Merged, merge, plans_of
+from gdeq.fast.kernels import choice
+from gdeq.fast.kernels.weights import Convolution, Merged, merge, plans_of
 from gdeq.models.branches import Parallel, Serial
 from gdeq.models.convolution import Pairs, pair, transposed
 from gdeq.models.mdeq_config import halve
@@ -161,7 +161,7 @@ def _reduced_at_zero(block: BlockWeights, height: int, width: int) -> Tensor:
     """
     weight, bias = block.reduce, block.expand_norm.bias
     if choice.chosen(weight) == "triton":
-        from gdeq.kernels import constant_maps  # noqa: PLC0415 (needs Triton)
+        from gdeq.fast.kernels import constant_maps  # noqa: PLC0415 (needs Triton)
 
         if constant_maps.takes(weight):
             return constant_maps.convolved(weight, bias, height, width)

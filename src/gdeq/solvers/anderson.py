@@ -28,7 +28,7 @@ class Anderson(Solver):
         z ← z + β g − (ΔZ + β ΔG) γ
 
     memory: the differences of so many steps are used.  On a GPU all steps of a solve are kept, in
-        half precision where f computes in it (`gdeq.anderson_steps`).
+        half precision where f computes in it (`gdeq.fast.anderson_steps`).
     mixing: β in (0, 1].
     regularization: λ, relative to the size of each difference, so that it has no unit; never
         taken below the rounding level of the dtype.

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from gdeq.fast.recording import recording
 from gdeq.operators import Inverse, LowRankInverse, dot, norm, safe_norms
 from gdeq.options import check_integer, check_real, options
-from gdeq.recording import recording
 from gdeq.solvers.base import Solver, change_seen, select
 
 

@@ -1,0 +1,67 @@
+"""Scales and shifts of norms, (channels,), or (batch, channels) for each sample its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gdeq.fast.kernels.autograd import differentiates
+
+Vector = Tensor | None
+
+
+def affine_arguments(vectors: Sequence[Vector]) -> tuple[list[Vector], int]:
+    """The vectors as kernels take them, with their common stride of samples."""
+    present = [vector for vector in vectors if vector is not None]
+    if all(vector.dim() == 1 for vector in present):
+        return [None if v is None else v.contiguous() for v in vectors], 0
+    steps = {(vector.stride(0), vector.stride(-1)) for vector in present if vector.dim() == 2}
+    if len(steps) == 1 and all(vector.dim() == 2 for vector in present):
+        ((sample, channel),) = steps
+        if channel == 1 or present[0].shape[1] == 1:
+            return list(vectors), sample
+    batch, channels = max(vector.shape for vector in present if vector.dim() == 2)
+    spread = [None if v is None else v.expand(batch, channels).contiguous() for v in vectors]
+    return spread, channels
+
+
+def summed(sums: Tensor, vectors: Sequence[Vector], wanted: Sequence[bool]) -> list[Vector]:
+    """Gradients of scales and shifts from the sums of each sample, (vectors, batch, channels)."""
+    asked = [v if w else None for v, w in zip(vectors, wanted, strict=True)]
+    over_batch = any(v is not None and v.dim() == 1 for v in asked)
+    totals = sums.sum(1) if over_batch else sums
+    return [
+        None if v is None else (totals if v.dim() == 1 else sums)[i].to(v.dtype)
+        for i, v in enumerate(asked)
+    ]
+
+
+def per_sample_plain(vectors: Sequence[Tensor], batch: int) -> list[Tensor]:
+    return [vector.expand(batch, -1) for vector in vectors]
+
+
+def per_sample(vectors: Sequence[Tensor], batch: int) -> list[Tensor]:
+    """Each vector once for each sample, (batch, channels), without a copy.
+
+    Backward sums the gradients of all of them over the batch together.
+    """
+    if not differentiates(*vectors):
+        return per_sample_plain(vectors, batch)
+    return list(_PerSample.apply(batch, *vectors))
+
+
+class _PerSample(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, batch: int, *vectors: Tensor) -> tuple[Tensor, ...]:
+        ctx.kinds = [(len(vector), vector.dtype) for vector in vectors]
+        return tuple(per_sample_plain([vector.detach() for vector in vectors], batch))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        sizes = [size for size, _ in ctx.kinds]
+        totals = torch.cat(gradients, dim=1).sum(0).split(sizes)
+        kinds = zip(totals, ctx.kinds, ctx.needs_input_grad[1:], strict=True)
+        return None, *(total.to(dtype) if asked else None for total, (_, dtype), asked in kinds)

@@ -1,5 +1,0 @@
-"""Kernels in Triton, each beside a plain PyTorch function that it equals."""
-
-from gdeq.kernels.choice import available, chosen, use
-
-__all__ = ["available", "chosen", "use"]

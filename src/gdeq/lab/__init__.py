@@ -1,0 +1,1 @@
+"""Everything behind the `gdeq` command: data sets, training, reports, the paper's experiment."""

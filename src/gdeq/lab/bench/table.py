@@ -1,0 +1,247 @@
+"""`gdeq bench`: run it all and print the table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gdeq.lab.bench.steps import (
+    PEERS,
+    Setup,
+    Step,
+    cell_times,
+    measure,
+    measure_in_turns,
+    ours,
+    theirs,
+    torchdeq_is_there,
+)
+from gdeq.lab.bench.where import profile, roofline
+from gdeq.options import count
+
+PRECISIONS = ("float32", "tf32", "bf16")
+
+
+class BenchError(ValueError):
+    """What was asked for cannot be measured."""
+
+
+def read_peers(text: str | None, setup: Setup) -> tuple[str, ...]:
+    """The precisions in ``--peers``; left out, all on a GPU and float32 alone on a CPU."""
+    if text is None:
+        return PRECISIONS if setup.cuda else ("float32",)
+    names = [name.strip() for name in text.split(",")]
+    if names in ([""], ["none"]):
+        return ()
+    for name in names:
+        if name not in PRECISIONS:
+            raise BenchError(
+                f"--peers: {name!r} is no precision; write some of {','.join(PRECISIONS)} with "
+                "commas between them, or none"
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def caution(setup: Setup, peers: tuple[str, ...]) -> str | None:
+    """To be said before the first step: an illegal instruction ends a process without a word."""
+    options = {"--precision": setup.precision == "bf16", "--peers": "bf16" in peers}
+    asked = [option for option, given in options.items() if given]
+    if setup.cuda or not asked:
+        return None
+    return (
+        f"warning: bf16 on a CPU is slow, and some machines do not support it (the process then "
+        f"dies with an illegal instruction, SIGILL): float32 for {' and '.join(asked)} is the "
+        "safe choice"
+    )
+
+
+def run(
+    setup: Setup,
+    names: tuple[str, ...] = ("gdeq", "gdeq refine 1", "jfb", "npg", "implicit"),
+    peers: tuple[str, ...] | None = None,
+    out: Path | None = None,
+    tell: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Every gradient, torchdeq where it is installed, and on a GPU where the time goes.
+
+    peers: the precisions in which torchdeq is tried (as `read_peers` has them); its best counts.
+    out: the folder for what is told (`step.txt`), the numbers and the kernels of a step.
+    """
+    if peers is None:
+        peers = read_peers(None, setup)
+    if out is not None:
+        if out.exists() and not out.is_dir():
+            raise BenchError(f"--out {out} is a file, not a folder: choose another")
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise BenchError(f"cannot make the folder {out}: {problem.strerror}") from problem
+    warning = caution(setup, peers)
+    if warning is not None:
+        tell(warning)
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True  # for all alike
+    try:
+        return _run(setup, names, peers, out, tell)
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def _kept(setup: Setup) -> str:
+    half = setup.cuda and setup.precision == "bf16" and setup.memory is None
+    return f" (steps kept in {setup.step_bits} bits)" if half else ""
+
+
+def _run(
+    setup: Setup,
+    names: tuple[str, ...],
+    peers: tuple[str, ...],
+    out: Path | None,
+    tell: Callable[[str], None],
+) -> dict[str, Any]:
+    chip = torch.cuda.get_device_name(setup.device) if setup.cuda else "CPU"
+    told: list[str] = []
+
+    def note(line: str) -> None:
+        tell(line)
+        told.append(line)
+        if out is not None:
+            (out / "step.txt").write_text("\n".join(told) + "\n")
+
+    note(
+        f"MDEQ-{setup.size.upper()}, batch {setup.batch} of {setup.side}×{setup.side}, "
+        f"{count(setup.forward, 'Broyden step')} forward, {setup.backward} backward for Implicit, "
+        f"{setup.precision}{_kept(setup)}, group norm, no dropout, SGD; {chip}, "
+        f"torch {torch.__version__}"
+    )
+    found: dict[str, Any] = {"setup": asdict(setup), "device": chip, "rows": []}
+
+    def keep() -> None:
+        if out is not None:
+            (out / "step.json").write_text(json.dumps(found, indent=1))
+
+    def add(row: dict[str, Any]) -> None:
+        found["rows"].append(row)
+        peak = "" if row["peak_gib"] is None else f"   peak {row['peak_gib']:5.2f} GiB"
+        note(f"  {row['name']:30s} {row['ms']:9.2f} ms{peak}")
+        keep()
+
+    makes = _makes(setup, names, peers)
+    if peers and not torchdeq_is_there():
+        note("  (torchdeq is not installed: pip install torchdeq==0.1.0 to have it beside)")
+    if not setup.cuda:
+        for row in measure_in_turns(setup, makes):
+            add(row)
+    for name, make in makes.items() if setup.cuda else ():
+        kept = _Kept(make)
+        try:
+            row = measure(setup, name, kept)
+        except Exception as problem:
+            if not name.startswith("torchdeq"):
+                raise
+            found.setdefault("failed", {})[name] = repr(problem)
+            note(f"  {name:30s}    failed: {_first_line(problem)}")
+            continue
+        add(row)
+        if name == "gdeq: gdeq":
+            found["profile"] = profile(setup, kept.step, out)
+        del kept
+    found["cell"] = cell_times(setup)
+    found["roofline"] = roofline(setup, found["cell"]["f"])
+    keep()
+    for line in lines(setup, found):
+        note(line)
+    return found
+
+
+def _first_line(problem: Exception) -> str:
+    return (str(problem) or type(problem).__name__).splitlines()[0][:100]
+
+
+class _Kept:
+    """Makes a step when called, so that its memory is counted, and keeps it."""
+
+    step: Step
+
+    def __init__(self, make: Callable[[], Step]) -> None:
+        self.make = make
+
+    def __call__(self) -> Step:
+        self.step = self.make()
+        return self.step
+
+
+def _makes(
+    setup: Setup, names: tuple[str, ...], peers: tuple[str, ...]
+) -> dict[str, Callable[[], Step]]:
+    """What makes each step that is measured, by its name."""
+    gradients = setup.gradients()
+    makes: dict[str, Callable[[], Step]] = {
+        f"gdeq: {name}": partial(ours, setup, gradients[name]) for name in names
+    }
+    if torchdeq_is_there():
+        for precision in peers:
+            for label, settings in PEERS.items():
+                title = f"torchdeq: {label}, {precision}"
+                makes[title] = partial(theirs, setup, precision, **settings)
+    return makes
+
+
+def scaled(amount: float) -> str:
+    """With the prefix that leaves one to three digits before the point."""
+    prefixes = ["", "k", "M", "G"]
+    for prefix in prefixes:
+        if amount < 1000:
+            return f"{amount:.1f} {prefix}"
+        amount /= 1000
+    return f"{amount:.1f} T"
+
+
+def lines(setup: Setup, found: dict[str, Any]) -> list[str]:
+    """The table, from what was measured."""
+    rows = {row["name"]: row for row in found["rows"]}
+    cell, roof = found["cell"], found["roofline"]
+    told = [
+        "",
+        f"f{' in a graph' if setup.cuda else ''} {cell['f']:.3f} ms, a VJP {cell['vjp']:.3f} ms; "
+        f"f is {scaled(1e9 * roof['f_gflop'])}FLOP, which take {roof['arithmetic_ms']:.3f} ms at "
+        f"the {scaled(1e12 * roof['tflop_per_s'])}FLOP/s of a large matrix product, and moves at "
+        f"least {scaled(1e6 * roof['f_mbyte'])}B, {roof['traffic_ms']:.3f} ms at "
+        f"{scaled(1e12 * roof['tbyte_per_s'])}B/s",
+    ]
+    if "gdeq: gdeq" not in rows:
+        return told
+    mine = rows["gdeq: gdeq"]["ms"]
+    # The first evaluation, one a step, and the VJP as two; where steps are not recorded, the one
+    # with autograd is not among them.
+    evaluations = setup.forward + (3 if setup.cuda else 4)
+    told.append(
+        f"GDEQ step ÷ ({evaluations} evaluations × f): {mine / (evaluations * cell['f']):.3f}"
+    )
+    reserved = rows["gdeq: gdeq"].get("reserved_gib")
+    if reserved is not None:
+        told.append(f"of the GDEQ step PyTorch's allocator holds {reserved:.2f} GiB")
+    for name in ("gdeq: implicit", "gdeq: jfb", "gdeq: npg", "gdeq: gdeq refine 1"):
+        if name in rows:
+            told.append(f"{name[6:]:14s} {rows[name]['ms'] / mine:6.2f} × the GDEQ step")
+    for label in ("implicit", "jfb"):
+        those = [row for name, row in rows.items() if name.startswith(f"torchdeq: {label}")]
+        if those:
+            best = min(those, key=lambda row: row["ms"])
+            told.append(f"{best['name']}: {best['ms'] / mine:.2f} × the GDEQ step")
+    if "profile" in found:
+        shown = found["profile"]
+        phases = ", ".join(f"{k} {v:.2f}" for k, v in shown["by_phase_ms"].items())
+        kinds = ", ".join(f"{k} {v:.2f}" for k, v in shown["by_kind_ms"].items())
+        told += [
+            f"where the {shown['whole_ms']:.2f} ms of a profiled GDEQ step go, in ms: {phases}; "
+            f"gaps {shown['gaps_ms']:.2f}",
+            f"by kernel (those side by side counted each): {kinds}; {shown['kernels']} kernels",
+        ]
+    return told

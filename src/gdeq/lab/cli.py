@@ -1,0 +1,545 @@
+"""The command line: thin; the work is in `training`, `report` and `data`.
+
+Each command imports what it needs: `gdeq --help` waits for none of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import yaml
+from rich.console import Console
+from rich.markup import escape
+
+from gdeq import __version__
+from gdeq.lab import data as datasets
+from gdeq.lab.training import config as configs
+from gdeq.lab.training import meanings
+from gdeq.lab.training.config import Config
+from gdeq.lab.training.presets import PRESETS
+from gdeq.lab.training.stopping import Interrupted
+from gdeq.options import count
+
+if TYPE_CHECKING:
+    from gdeq.lab.training.runs import Forecast
+
+app = typer.Typer(
+    help="Train deep equilibrium models, compare their gradients, look at the results.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+paper = typer.Typer(
+    help="The paper's experiment on CIFAR-10: its runs, and its tables and figures from them.",
+    no_args_is_help=True,
+)
+app.add_typer(paper, name="paper")
+console = Console(highlight=False, markup=False, soft_wrap=True)
+
+Source = Annotated[
+    str | None,
+    typer.Argument(help=f"A preset ({', '.join(PRESETS)}) or a YAML file.", show_default="digits"),
+]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[key=value]...",
+        help="Settings, such as epochs=5 optimizer.lr=0.01; `gdeq train --help` lists them.",
+        show_default=False,
+    ),
+]
+KEYS = ["Settings, with the default where no preset says otherwise:", "", *meanings.listed()]
+Root = Annotated[
+    Path | None, typer.Option("--data", help="Folder of the data sets ($GDEQ_DATA, else ./data).")
+]
+Device = Annotated[
+    str | None,
+    typer.Option(help="auto, cpu, cuda or cuda:1 (default: as the run's config.yaml says)."),
+]
+ExactTol = Annotated[
+    float,
+    typer.Option(
+        help="Residual that the exact gradient and its equilibrium need (above 0); samples that do "
+        "not come there are left out."
+    ),
+]
+ROUGH = 1e-2  # above this, an --exact-tol deserves a word
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and stop.")]
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gdeq {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Of `gdeq` itself, before any command."""
+
+
+def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """What a user can mend is told in a sentence, not in a traceback."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except Exception as problem:
+            if not isinstance(problem, expected()):
+                raise
+            typer.secho(f"error: {problem}", fg="red", err=True)
+            raise typer.Exit(1) from problem
+        except Interrupted as stop:
+            typer.secho(str(stop), err=True)
+            raise typer.Exit(128 + stop.number) from stop
+
+    return run
+
+
+def expected() -> tuple[type[Exception], ...]:
+    from gdeq.lab.bench import BenchError
+    from gdeq.lab.report import ReportError
+    from gdeq.lab.training.checkpoint import CheckpointError
+    from gdeq.lab.training.failures import TrainingError
+    from gdeq.lab.training.folder import RunError
+    from gdeq.lab.training.process import DeviceError
+
+    own = (configs.ConfigError, CheckpointError, RunError, TrainingError, DeviceError)
+    return (*own, datasets.DataError, ReportError, BenchError)
+
+
+@app.command(epilog="\n".join(escape(line) for line in KEYS))
+@plain_errors
+def train(
+    source: Source = None,
+    settings: Settings = None,
+    run: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with this run from its last checkpoint.")
+    ] = None,
+    data: Root = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Train a multiscale DEQ.
+
+    gdeq train                                   digits, on the CPU, a minute
+
+    gdeq train cifar10-fast gradient=implicit    another gradient
+
+    gdeq train --resume runs/NAME                after a stop, of whatever kind
+
+    torchrun --nproc-per-node 4 -m gdeq train cifar10-fast     several GPUs
+    """
+    from gdeq.lab.training import runs
+
+    if resume is not None:
+        if run is not None:
+            raise configs.ConfigError("--resume goes on in its own folder: leave --run out")
+        if source is not None and (source in PRESETS or is_yaml(source)):
+            raise configs.ConfigError(
+                f"--resume takes no preset and no file: the run's own config.yaml counts; leave "
+                f"{source} out (settings such as epochs=5 may follow)"
+            )
+        # With --resume the first argument, if there is one, is a setting.
+        overrides = [*([] if source is None else [source]), *(settings or [])]
+        if dry_run:
+            begun, config = runs.reopen(resume, overrides)
+            describe(config, runs.forecast_resume(begun, config, data))
+            return
+        show(runs.resume(resume, data, overrides, console.print), resume)
+        return
+    config = chosen(source, settings)
+    path = run or Path("runs") / default_name(config)
+    if dry_run:
+        describe(config, runs.forecast_train(path, config, data))
+        return
+    show(runs.train(path, config, data), path)
+
+
+@app.command()
+@plain_errors
+def evaluate(
+    run: RunPath,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Solver steps at most, if not the run's own.  Repeatable."),
+    ] = None,
+    data: Root = None,
+    device: Device = None,
+) -> None:
+    """Test accuracy and loss of a finished run.
+
+    With more steps than it was trained with the residual falls and the accuracy stays, if f has an
+    equilibrium.
+    """
+    from gdeq.lab.training import runs
+
+    numbers: list[int | None] = [*steps] if steps else [None]
+    for number in numbers:
+        found = runs.evaluate(run, data, device, number)
+        told = "" if number is None else f" with {count(number, 'solver step')}"
+        console.print(
+            f"{run}{told}: test accuracy {found['accuracy']:.2f} %, loss {found['loss']:.4f}, "
+            f"{found['samples']:.0f} images, residual {found['residual']:.1e}"
+        )
+
+
+@app.command()
+@plain_errors
+def compare(
+    source: Source = None,
+    settings: Settings = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the runs and the report.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = 1,
+    pretraining: Annotated[
+        bool, typer.Option(help="Also with unrolled pre-training: the table's second column.")
+    ] = True,
+    data: Root = None,
+    dry_run: DryRun = False,
+) -> None:
+    """The paper's Table 2: Implicit, JFB, NPG and GDEQ, without and with pre-training.
+
+    Same recipe and same seed for all; then the table and the page.  Called again it goes on where
+    it was stopped.  pretrain_steps says how long the pre-training is (default: a fifth).
+    """
+    from gdeq.lab import report as reports
+    from gdeq.lab.training import runs
+
+    config = chosen(source, settings, runs.GRADIENTS)
+    place = out or Path("runs") / f"compare-{config.data}-{config.model.size}"
+    if dry_run:
+        describe(config, runs.forecast_compare(place, config, pretraining, seeds, data))
+        return
+    pretrain = 0
+    if pretraining:
+        pretrain = config.pretrain_steps or runs.default_pretraining(config, data)
+    paths = runs.compare(place, config, pretrain, seeds, data, console.print)
+    page = reports.write(paths, place)
+    typer.echo(reports.table(paths))
+    console.print(f"report: {page}")
+
+
+@app.command()
+@plain_errors
+def similarity(
+    run: RunPath,
+    epochs: Annotated[
+        list[int] | None, typer.Option("--epoch", help="Snapshots to look at (default: all).")
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="Mini-batches at each.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Images in each.")] = 64,
+    exact_tol: ExactTol = 1e-4,
+    data: Root = None,
+    device: Device = None,
+) -> None:
+    """The paper's cosine figure: each method's gradient beside the exact one, at chosen epochs.
+
+    Each method uses the run's solver, as in training; the exact gradient is that of the equilibrium
+    itself.  All in float32, whatever the run's precision.  Of the run's similarity.jsonl, the
+    epochs that are looked at are replaced, each once it is complete, and the others kept.
+    """
+    from gdeq.lab.training import runs
+
+    found: dict[int, list[dict[str, Any]]] = {}
+    measured = runs.measure_similarity(
+        run, epochs, batches, batch_size, data, device, exact_tol, console.print
+    )
+    began = time.monotonic()
+    for record in measured:
+        records = found.setdefault(record["epoch"], [])
+        if not records or records[-1]["batch"] != record["batch"]:  # minutes, on a CPU
+            told = f"epoch {record['epoch']}: mini-batch {record['batch'] + 1} of {batches}"
+            console.print(f"{told} is solved, {time.monotonic() - began:.0f} s")
+        records.append(record)
+    if exact_tol > ROUGH:
+        console.print(f"warning: with --exact-tol {exact_tol:g} the exact gradient is a rough one")
+    for epoch, records in found.items():
+        for text in similarity_lines(epoch, records, exact_tol):
+            console.print(text)
+    if not any(record["solved"] for records in found.values() for record in records):
+        raise typer.Exit(1)
+    console.print(f"kept in {run / 'similarity.jsonl'}")
+
+
+def similarity_lines(epoch: int, records: list[dict[str, Any]], exact_tol: float) -> Iterator[str]:
+    """What an epoch's records come to."""
+    head = f"epoch {epoch:3d}  "
+    for method in dict.fromkeys(r["method"] for r in records):
+        cosines = [r["cosine"] for r in records if r["method"] == method and r["solved"]]
+        if cosines:
+            middle = statistics.median(cosines)
+            yield f"{head}{method:14s}  cosine: median {middle:.4f}, least {min(cosines):.4f}"
+    mini = {r["batch"]: r for r in records}.values()
+    solved = [r for r in mini if r["solved"]]
+    if solved:
+        backward, forward, radius = (
+            max(r[key] for r in solved)
+            for key in ("exact_residual", "exact_forward_residual", "spectral_radius_max")
+        )
+        yield (
+            f"{head}the exact gradient's own residual at most {backward:.1e}, at an equilibrium "
+            f"solved to {forward:.1e}"
+        )
+        yield f"{head}spectral radius of ∂f/∂z there at most {radius:.3f}"
+    samples, left = sum(r["samples"] for r in mini), sum(r["solved"] for r in mini)
+    if left == samples:
+        return
+    for method in dict.fromkeys(r["method"] for r in records):
+        own = [r for r in records if r["method"] == method]
+        cosines = [r["cosine_here"] for r in own if r["solved_here"]]
+        if cosines:
+            middle = statistics.median(cosines)
+            yield (
+                f"{head}{method:14s}  cosine with an exact backward pass from where the run's "
+                f"solver stops: median {middle:.4f}"
+            )
+    rest = "The cosines above are those of the others, which are the easier ones"
+    if not left:
+        rest = "None is left: raise --exact-tol (float32 comes to about 1e-6)"
+    yield (
+        f"warning: at epoch {epoch} {samples - left} of {samples} samples are left out: no "
+        f"equilibrium, or no exact gradient at it, was found to {exact_tol:.1e} (--exact-tol).  "
+        f"{rest}"
+    )
+
+
+@app.command()
+@plain_errors
+def report(
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    out: Annotated[Path, typer.Option(help="Folder for the page and its figures.")] = Path(
+        "report"
+    ),
+) -> None:
+    """One self-contained HTML page about these runs, and its figures as PNG and CSV."""
+    from gdeq.lab import report as reports
+
+    page = reports.write(paths, out)
+    typer.echo(reports.table(paths))
+    console.print(f"report: {page}")
+
+
+@app.command()
+@plain_errors
+def bench(
+    size: Annotated[
+        str | None,
+        typer.Option(help="small, tiny or large.", show_default="large; small on a CPU"),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Images in a batch.", show_default="128; 64 on a CPU")
+    ] = None,
+    side: Annotated[
+        int | None,
+        typer.Option(min=4, help="Height and width of an image.", show_default="32; 8 on a CPU"),
+    ] = None,
+    forward: Annotated[int, typer.Option(min=1, help="Broyden steps of the forward pass.")] = 18,
+    backward: Annotated[int, typer.Option(min=1, help="Broyden steps of Implicit.")] = 20,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="float32, tf32 or bf16, of ours.", show_default="bf16; float32 on a CPU"),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Steps timed for each.", show_default="20; 10 on a CPU"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            help="Precisions in which torchdeq runs: some of float32,tf32,bf16, or none.",
+            show_default="all on a GPU, float32 on a CPU",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for step.txt, step.json, on a GPU kernels.txt.")
+    ] = None,
+) -> None:
+    """Time one training step: the four gradients, torchdeq beside them, and where the time goes.
+
+    On a GPU the paper's MDEQ-LARGE with a batch of 128; on a CPU a small one.  Random images: no
+    data set is needed.  torchdeq is run where it is installed, and its best precision counts.
+    """
+    from gdeq.lab import bench as benches
+    from gdeq.lab.training import runs
+
+    wanted = benches.default_setup(device)
+    given: dict[str, Any] = {
+        "size": size,
+        "batch": batch,
+        "side": side,
+        "forward": forward,
+        "backward": backward,
+        "precision": precision,
+        "rounds": rounds,
+    }
+    wanted = replace(wanted, **{k: v for k, v in given.items() if v is not None})
+    configs.check_names(wanted.size, wanted.precision)
+    chosen_peers = benches.read_peers(peers, wanted)
+    runs.start_on(wanted.device, "--device ")
+    benches.run(wanted, peers=chosen_peers, out=out, tell=typer.echo)
+
+
+@paper.command("run")
+@plain_errors
+def paper_run(
+    out: Annotated[Path, typer.Option(help="Folder for the run folders.")] = Path("runs/paper"),
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Save and stop when these are over.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="A run, a group, or a pattern: 'gdeq-*'. Repeatable.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value for all runs. Repeatable.")
+    ] = None,
+    finished: Annotated[
+        list[Path] | None, typer.Option(help="A folder whose finished runs are not made again.")
+    ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Keep all small files of the runs in this .tar.gz as well.")
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, help="Mini-batches of a similarity.")] = 8,
+    images: Annotated[int, typer.Option(min=1, help="Images in each of them.")] = 64,
+    exact_tol: ExactTol = 1e-4,
+    data: Root = None,
+    dry_run: DryRun = False,
+) -> None:
+    """All runs behind the paper's tables, most telling first; the same command goes on.
+
+    What has a summary.json is done, what has a checkpoint is resumed, and nothing is begun that
+    would not end in the minutes left.  Gradients are compared as soon as a run ends, in the same
+    process.  The training time of a run has neither its tests nor the compilation in it.
+    """
+    from gdeq.lab.paper import plan, running
+
+    chosen_runs = plan.chosen(only or [])
+    plan.check_overrides(settings or [])
+    journey = running.Journey(
+        out,
+        minutes=minutes,
+        overrides=settings or [],
+        root=data,
+        finished=finished or [],
+        export=export,
+        measure=running.Measure(batches, images, exact_tol),
+        tell=console.print,
+    )
+    if dry_run:
+        for line in journey.forecast(chosen_runs):
+            console.print(line)
+        return
+    try:
+        journey.go(chosen_runs)
+    finally:
+        if journey.outcomes:
+            console.print(journey.report(chosen_runs))
+
+
+@paper.command("collect")
+@plain_errors
+def paper_collect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the run folders are.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write.", show_default="the same folder")
+    ] = None,
+) -> None:
+    """Every table and figure of the paper, from the run folders that are there.
+
+    Tables as CSV and Markdown, figures as PNG and CSV, and the page in report/.  What has not been
+    run yet is shown as such.
+    """
+    from gdeq.lab.paper import collecting
+
+    files = collecting.collect(folder, out)
+    typer.echo((files[1]).read_text())
+    typer.echo(collecting.progress(folder))
+    console.print(f"{len(files)} files in {out or folder}")
+
+
+@app.command("data")
+@plain_errors
+def get_data(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(datasets.NAMES)}.")],
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Take it from this archive or folder.")
+    ] = None,
+    data: Root = None,
+) -> None:
+    """Find, download or rebuild a data set, and check every file of it."""
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def tell(what: str, done: int, total: int | None) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        place = datasets.prepare(name, data, source, tell)
+    own = name == "digits"
+    console.print(f"{name} comes with scikit-learn" if own else f"{name} is ready: {place}")
+
+
+@app.command()
+@plain_errors
+def info() -> None:
+    """Versions and devices."""
+    from gdeq.lab.training import folder
+
+    for key, value in {**folder.environment(), **folder.companions()}.items():
+        console.print(f"{key:10s} {value}")
+
+
+def chosen(source: str | None, settings: list[str] | None, gradients: Sequence[str] = ()) -> Config:
+    """What the arguments say; who leaves the preset out begins with a setting."""
+    if source is None or "=" in source:  # gdeq train epochs=3
+        first = [] if source is None else [source]
+        return configs.load("digits", [*first, *(settings or [])], gradients)
+    return configs.load(source, settings, gradients)
+
+
+def default_name(config: Config) -> str:
+    parts = [config.data, config.model.size, config.gradient.name]
+    if config.adapt.enabled:
+        parts.append("adaptive")
+    if config.pretrain_steps:
+        parts.append("pretrained")
+    return "-".join([*parts, f"seed{config.seed}", time.strftime("%Y%m%d-%H%M%S")])
+
+
+def is_yaml(source: str) -> bool:
+    return Path(source).suffix in (".yaml", ".yml") and "=" not in source
+
+
+def describe(config: Config, told: Forecast) -> None:
+    for problem in told.problems:
+        typer.secho(f"error: {problem}", fg="red", err=True)
+    console.print(yaml.safe_dump(configs.to_dict(config), sort_keys=False))
+    for line in told.lines:
+        console.print(line)
+    if told.problems:
+        raise typer.Exit(1)
+
+
+def show(summary: dict[str, Any], path: Path) -> None:
+    if not summary:  # not the first process
+        return
+    console.print(json.dumps(summary, indent=1))
+    console.print(f"run folder: {path}   (gdeq report {path})")

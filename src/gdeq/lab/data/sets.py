@@ -1,0 +1,45 @@
+"""`load`: a data set by name."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+import torch
+
+from gdeq.lab.data.cifar10 import CIFAR10
+from gdeq.lab.data.dataset import Dataset, make
+from gdeq.lab.data.digits import Digits
+from gdeq.lab.data.errors import DataError
+from gdeq.lab.data.fashion_mnist import FashionMNIST
+from gdeq.lab.data.recipe import Source
+
+SETS: dict[str, Source] = {s.name: s for s in (Digits(), CIFAR10(), FashionMNIST())}
+NAMES = tuple(SETS)
+
+
+def load(
+    name: str = "digits",
+    root: str | os.PathLike[str] | None = None,
+    device: str | torch.device = "cpu",
+) -> Dataset:
+    """The data set, whole and checked, on `device`.
+
+    name: "digits" (comes with scikit-learn), "cifar10" or "fashion-mnist" (`prepare` gets them).
+    root: where the data sets are; by default $GDEQ_DATA, else ./data.
+    """
+    found = find(name)
+    return make(found.name, found.load(data_root(root)), found.classes, device)
+
+
+def find(name: str) -> Source:
+    if name in SETS:
+        return SETS[name]
+    near = difflib.get_close_matches(str(name).lower(), SETS, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise DataError(f"there is no data set {name!r}{hint} (there are: {', '.join(SETS)})")
+
+
+def data_root(root: str | os.PathLike[str] | None) -> Path:
+    return Path(root if root is not None else os.environ.get("GDEQ_DATA") or "data").expanduser()

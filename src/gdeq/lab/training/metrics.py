@@ -1,0 +1,112 @@
+"""What a step tells of itself, summed where it is computed."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gdeq.lab.training.process import Process
+from gdeq.models.mdeq import MDEQ
+from gdeq.solution import mean_by_share
+
+
+class Sums:
+    """Running sums on the device, always in the same tensor.
+
+    Three of them, each from its own beginning: a number that is not finite is in what it was
+    measured for, and not in what comes after.  Reading them is the only time the loop waits for
+    the device.
+    """
+
+    # What is known of w, each with the number of samples that have it.
+    BACKWARD = (
+        ("backward_residual", "measured"),
+        ("backward_error", "estimated"),
+        ("batch_error", "judged"),  # `BackwardRecord.batch_error`
+    )
+    NAMES = (
+        *("samples", "loss", "correct", "residual", "solver_steps"),
+        *(name for pair in BACKWARD for name in pair),
+    )
+    EPOCH, LOG, LOOK = range(3)  # since the epoch began, the last log line, the last adapting
+    KEPT = ("sums", "sums_since_log", "sums_since_look")  # in a checkpoint
+
+    def __init__(self, device: torch.device) -> None:
+        shape = (len(self.KEPT), len(self.NAMES))
+        self.values = torch.zeros(shape, dtype=torch.float64, device=device)
+
+    def add(self, logits: Tensor, labels: Tensor, loss: Tensor, model: MDEQ) -> None:
+        """logits: (b, classes), labels: (b,), or shares of the classes: the largest one counts."""
+        solution = model.deq.solution
+        assert solution is not None
+        record, wide = solution.record, torch.float64
+        named = labels.argmax(1) if labels.is_floating_point() else labels
+        samples = torch.full_like(loss, len(labels), dtype=wide)
+        found = [
+            samples,
+            loss * samples,
+            (logits.argmax(1) == named).sum(dtype=wide),
+            solution.residual.sum(dtype=wide),
+            solution.steps.sum(dtype=wide),
+        ]
+        residual, error, each = record.residual, record.error, record.sample_error
+        nothing = [torch.zeros_like(samples)] * 2
+        found += nothing if residual is None else [residual.sum(dtype=wide), samples]
+        # Of a w that is far off, 1 says enough, and keeps the mean one.
+        found += nothing if error is None else [error.clamp(max=1.0).sum(dtype=wide), samples]
+        if each is not None:
+            found += [mean_by_share(each.clamp(max=1.0), record.length) * samples, samples]
+        self.values[:, : len(found)].add_(torch.stack(found))
+
+    def clear(self) -> None:
+        """An epoch begins.  What is looked at goes on: steps between looks pass over epochs."""
+        self.values[self.EPOCH].zero_()
+        self.mark()
+
+    def mark(self) -> None:
+        """From here on counts what `read` gives with ``since_mark``."""
+        self.values[self.LOG].zero_()
+
+    def look(self) -> None:
+        """From here on counts what `read_since_look` gives."""
+        self.values[self.LOOK].zero_()
+
+    def read(self, process: Process, since_mark: bool = False) -> dict[str, float]:
+        """Means per sample over all processes; NaN where nothing was measured."""
+        return self._means(self._over_all(process, self.LOG if since_mark else self.EPOCH))
+
+    def read_since_look(self, process: Process) -> dict[str, float] | None:
+        """None where nothing is known of the gradient since."""
+        found = self._over_all(process, self.LOOK)
+        return self._means(found) if found["judged"] else None
+
+    def _over_all(self, process: Process, which: int) -> dict[str, float]:
+        found = process.sum(self.values[which].clone()).tolist()
+        return dict(zip(self.NAMES, found, strict=True))
+
+    def _means(self, sums: dict[str, float]) -> dict[str, float]:
+        samples = sums.pop("samples")
+        backward = {}
+        for name, those in self.BACKWARD:
+            total, known = sums.pop(name), sums.pop(those)
+            backward[name] = total / known if known else math.nan
+        means = {name: total / max(1.0, samples) for name, total in sums.items()}
+        means["accuracy"] = 100 * means.pop("correct")
+        return {"samples": samples, **means, **backward}
+
+    def state(self, process: Process) -> dict[str, Tensor]:
+        """Over all processes: how many there will be after a resume is not known."""
+        return {
+            name: process.sum(values.clone())
+            for name, values in zip(self.KEPT, self.values, strict=True)
+        }
+
+    def restore(self, state: dict[str, Tensor], process: Process) -> None:
+        """The first process takes what all had, the others nothing: the sum stays what it was."""
+        self.values.zero_()
+        for name, values in zip(self.KEPT, self.values, strict=True):
+            # What older checkpoints do not have begins anew.
+            if process.first and name in state and state[name].shape == values.shape:
+                values.copy_(state[name])

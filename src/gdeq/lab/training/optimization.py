@@ -1,0 +1,92 @@
+"""The optimiser and its learning rate.
+
+On a GPU the rate is a tensor that a step reads where it lies, and the update is one kernel that
+asks the host nothing: such a step can be recorded once and played again.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gdeq.lab.training.config import Config, OptimizerConfig
+from gdeq.lab.training.muon import Muon, split
+
+
+def learning_rate(config: Config, step: int, total: int) -> float:
+    """The rate of a step: a function of its number alone, so that nothing has to be resumed."""
+    choice = config.optimizer
+    rise = choice.warmup * total
+    if step < rise:
+        return choice.lr * (step + 1) / (rise + 1)
+    part = (step - rise) / max(1.0, total - rise)
+    if choice.schedule == "cosine":
+        return choice.lr * 0.5 * (1 + math.cos(math.pi * part))
+    if choice.schedule == "onecycle":
+        return choice.lr * (1 - part)
+    return choice.lr
+
+
+def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    choice = config.optimizer
+    named = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in named if p.dim() > 1], "weight_decay": choice.weight_decay},
+        {"params": [p for p in named if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    if choice.name == "muon":
+        groups = _muon_groups(choice, model)
+    device = named[0].device
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        for group in groups:
+            group["lr"] = torch.tensor(choice.lr, dtype=torch.float32, device=device)
+    fused = True if on_gpu else None  # None: as PyTorch chooses
+    if choice.name == "muon":
+        return Muon(groups, choice.lr, choice.momentum, scale=choice.scale)
+    if choice.name == "adam":
+        return torch.optim.AdamW(groups, lr=choice.lr, fused=fused, capturable=on_gpu)
+    return torch.optim.SGD(
+        groups,
+        lr=choice.lr,
+        momentum=choice.momentum,
+        nesterov=choice.momentum > 0,
+        fused=fused,
+    )
+
+
+def _muon_groups(choice: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]]:
+    inner, outer, rest = split(model)
+    decay, share = choice.weight_decay, choice.adam_lr / choice.lr
+    return [
+        {"params": inner, "weight_decay": decay, "orthogonal": True},
+        {"params": outer, "weight_decay": decay, "rate_share": share},
+        {"params": rest, "weight_decay": 0.0, "rate_share": share},
+    ]
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """rate: of the groups that have no share of it as theirs."""
+    for group in optimizer.param_groups:
+        own = rate * group.get("rate_share", 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(own)
+        else:
+            group["lr"] = own
+
+
+def restore_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """Moments from a checkpoint, options as configured now: they may have been changed."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    options = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({**saved, "param_groups": options})
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate  # loading made a copy; who reads the tensor of before must not miss it
+    for parameter, kept in optimizer.state.items():
+        for name, value in kept.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                # A fused update goes through the memory of both side by side.
+                kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)

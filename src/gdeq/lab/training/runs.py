@@ -1,0 +1,511 @@
+"""Whole runs: start, resume, evaluate, compare.  What the command line calls."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from gdeq.gradients import Gradient
+from gdeq.lab import data as datasets
+from gdeq.lab.data import Batches
+from gdeq.lab.training import checkpoint, process, progress
+from gdeq.lab.training import config as configs
+from gdeq.lab.training.config import Config, ConfigError
+from gdeq.lab.training.folder import RunError, RunFolder, device_name, read_metrics
+from gdeq.lab.training.loop import Interrupted, Trainer, build_model, precision
+from gdeq.lab.training.similarity import methods_for, similarity, solver_for
+from gdeq.models.mdeq import MDEQ
+from gdeq.options import count
+from gdeq.solvers import Solver
+
+GRADIENTS = ("implicit", "jfb", "npg", "gdeq")
+MISSING, HALF, FINISHED = "missing", "half", "finished"  # the runs of a comparison
+DEEDS = {MISSING: "train into", HALF: "go on with", FINISHED: "keep"}
+
+
+def train(
+    path: Path,
+    config: Config,
+    root: Path | None = None,
+    *,
+    more: bool = False,
+    until: float | None = None,
+    proceed: str | None = None,
+) -> dict[str, Any]:
+    """A new run in a new folder.
+
+    more: others come after it, which a signal stops even where this one came to its end.
+    until: it saves and stops at this time (of `time.monotonic`), as at a signal.
+    proceed: what one who stopped it is told to continue with (None: `gdeq train --resume`).
+    """
+    me = start_on(config.device)
+    try:
+        path = Path(me.agree(str(path)))
+        view = progress.choose(me.first)
+        if me.first:
+            RunFolder.check_free(path)
+        # The data set and the model come first: a run that cannot start leaves no folder behind.
+        trainer = Trainer(config, RunFolder(path), me, view, _text(root))
+        if me.first:
+            trainer.run = RunFolder.create(path, config)
+        me.wait()
+        return _fit(trainer, more, until, proceed)
+    finally:
+        process.stop()
+
+
+def resume(
+    path: Path,
+    root: Path | None = None,
+    overrides: list[str] | None = None,
+    tell: Callable[[str], None] = print,
+    *,
+    more: bool = False,
+    until: float | None = None,
+    proceed: str | None = None,
+) -> dict[str, Any]:
+    """Go on where the newest whole checkpoint is; from the start if there is none yet.
+
+    A run that has all its epochs is left as it is.  more, until, proceed: as for `train`.
+    """
+    run, config = reopen(path, overrides)
+    summary = run.finished(config.epochs)
+    if summary is not None:
+        tell(_finished(run, summary, config))
+        return summary
+    _check_continuable(path)
+    me = start_on(config.device)
+    try:
+        view = progress.choose(me.first)
+        trainer = Trainer(config, run, me, view, _text(root))
+        trainer.lock()  # before the newest checkpoint is read: another process may be writing one
+        if checkpoint.available(path):
+            trainer.restore(checkpoint.latest(path, view.say))
+            view.say(trainer.whereabouts())
+        else:
+            view.say("no checkpoint yet: starting from the beginning")
+            if me.first:
+                run.cut(0)
+        if me.first and config != run.config():
+            view.say(_changed(run, config))
+            run.write_config(config)  # the next resume goes on with the same
+        me.wait()
+        return _fit(trainer, more, until, proceed)
+    finally:
+        process.stop()
+
+
+def reopen(path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, Config]:
+    """A run that is there, and its configuration as it would be from now on."""
+    run = RunFolder.open(path)
+    config = configs.load(str(path / "config.yaml"), overrides)
+    _check_unchanged(run.config(), config)
+    return run, config
+
+
+def _check_continuable(path: Path) -> None:
+    """Of a run that was finished, what is left without its checkpoints must not be overwritten."""
+    if (path / "summary.json").is_file() and not checkpoint.available(path):
+        raise RunError(
+            f"{path} was finished, and its checkpoints are not here: to continue it would be to "
+            f"begin anew, over its metrics; {_anew(path)}"
+        )
+
+
+def _anew(path: Path) -> str:
+    return f"make it again with `gdeq train {path / 'config.yaml'} --run ANOTHER_FOLDER`"
+
+
+def as_trained(run: RunFolder, epoch: int | None = None) -> Config:
+    """The run's configuration; where it was adapted, with what was in use after that epoch (or the
+    last one) in place of the adapting."""
+    config = run.config()
+    if not config.adapt.enabled:
+        return config
+    records = [r for r in run.metrics() if r.get("kind") == "epoch" and "max_iter" in r]
+    chosen = [r for r in records if epoch in (None, r["epoch"])]
+    if not chosen:
+        raise RunError(
+            f"{run.path} does not say which steps it was trained with"
+            f"{'' if epoch is None else f' in epoch {epoch}'}: its metrics.jsonl is not complete"
+        )
+    steps, refine = chosen[-1]["max_iter"], chosen[-1]["refine"]
+    used = {"gradient__refine": refine}
+    if not refine and not config.solver.build().keeps_inverse:
+        used = {"gradient__name": "jfb", "gradient__refine": 0}  # as `Choice.gradient`
+    return configs.replace(config, adapt__enabled=False, solver__max_iter=steps, **used)
+
+
+def trained_model(
+    path: Path, root: Path | None = None, device: str | None = None, epoch: int | None = None
+) -> tuple[MDEQ, Config, datasets.Dataset]:
+    """The model of a finished run (or its snapshot after that epoch), ready to use."""
+    run = RunFolder.open(path)
+    config = as_trained(run, epoch)
+    place = start_on(device or config.device, "--device ").device
+    file = path / ("weights.safetensors" if epoch is None else snapshots(path)[epoch])
+    if not file.is_file():
+        if (path / "summary.json").is_file() and not checkpoint.available(path):
+            raise RunError(f"{path} is finished, but its {file.name} is not here: {_anew(path)}")
+        raise RunError(
+            f"{path} has no {file.name}: it is not finished; continue it with "
+            f"`gdeq train --resume {path}`"
+        )
+    dataset = datasets.load(config.data, _text(root), place)
+    model = build_model(config, dataset)
+    try:
+        model.load_state_dict(load_file(file))
+    except (SafetensorError, RuntimeError) as problem:
+        raise RunError(f"{file} is damaged or of another model: {problem}") from problem
+    return model.to(place).eval(), config, dataset
+
+
+def evaluate(
+    path: Path, root: Path | None = None, device: str | None = None, steps: int | None = None
+) -> dict[str, float]:
+    """Test accuracy and loss of a finished run; ``steps``: with so many of the solver at most."""
+    run = RunFolder.open(path)
+    model, config, _ = trained_model(path, root, device)
+    if steps is not None:
+        config = configs.replace(config, solver__max_iter=steps)
+    me = process.Process(next(model.parameters()).device)
+    trainer = Trainer(configs.replace(config, ema=0.0), run, me, progress.Silent(), _text(root))
+    trainer.model.load_state_dict(model.state_dict())
+    trainer.set_phase(trainer.total - 1)
+    if steps is not None and trainer.model.deq.solver is None:
+        raise RunError(f"{path} ended unrolled, without a solver: leave --steps out")
+    with precision(config, me.device):
+        return trainer.evaluate()
+
+
+def check_exact_tol(tol: float) -> None:
+    if not 0 < tol < math.inf:
+        raise ConfigError(f"--exact-tol must be above 0, got {tol:g}")
+
+
+def measure_similarity(
+    path: Path,
+    epochs: list[int] | None = None,
+    batches: int = 8,
+    batch_size: int = 64,
+    root: Path | None = None,
+    device: str | None = None,
+    exact_tol: float = 1e-4,
+    tell: Callable[[str], None] = print,
+) -> Iterator[dict[str, Any]]:
+    """Compare the gradients on the run's snapshots, epoch by epoch, into ``similarity.jsonl``.
+
+    An epoch is written once it is complete, in place of what an earlier call found for it; the
+    records of the others stay.
+    """
+    check_exact_tol(exact_tol)
+    run = RunFolder.open(path)
+    found = snapshots(path)
+    if not found:
+        raise RunError(
+            f"{path} holds no snapshots; train with snapshots=[1,10,20,50] (epochs) to have them"
+        )
+    chosen = list(dict.fromkeys(epochs)) if epochs else sorted(found)
+    missing = [epoch for epoch in chosen if epoch not in found]
+    if missing:
+        raise RunError(f"no snapshot of epoch {missing[0]}; there are {sorted(found)}")
+    for epoch in chosen:
+        model, config, dataset = trained_model(path, root, device, epoch)
+        own, methods = config.solver.build(), methods_for(config)
+        if epoch == chosen[0]:
+            _tell_replaced(own, methods, tell)
+        if batch_size > len(dataset.train_x):
+            raise ConfigError(
+                f"--batch-size {batch_size} is larger than the data set "
+                f"({count(len(dataset.train_x), 'sample')}): lower it"
+            )
+        source = Batches(
+            dataset.train_x,
+            dataset.train_y,
+            batch_size,
+            mean=dataset.mean,
+            std=dataset.std,
+            seed=config.seed,
+        )
+        records = []
+        for record in similarity(model, source, own, batches, epoch, exact_tol, methods):
+            records.append(record)
+            yield record
+        _keep_similarity(run, epoch, records, tell)
+
+
+def _tell_replaced(own: Solver, methods: dict[str, Gradient], tell: Callable[[str], None]) -> None:
+    others = {name: solver_for(method, own) for name, method in methods.items()}
+    replaced = [name for name, solver in others.items() if solver != own]
+    if replaced:
+        tell(
+            f"the run's solver, {type(own).__name__}, leaves no inverse to reuse: "
+            f"for {', '.join(replaced)} it is solved by {others[replaced[0]]}"
+        )
+
+
+def _keep_similarity(
+    run: RunFolder, epoch: int, records: list[dict[str, Any]], tell: Callable[[str], None]
+) -> None:
+    name = "similarity.jsonl"
+    before = read_metrics(run.path / name)
+    others = [record for record in before if record.get("epoch") != epoch]
+    found = any(record["solved"] or record["solved_here"] for record in records)
+    if not found and len(others) < len(before):
+        tell(f"epoch {epoch}: no sample is solved to that, its earlier records in {name} are kept")
+        return
+    if len(others) < len(before):
+        tell(f"epoch {epoch}: its earlier records in {name} are replaced")
+    ordered = sorted([*others, *records], key=lambda record: record.get("epoch", 0))
+    run.write(name, "".join(json.dumps(record) + "\n" for record in ordered))
+
+
+def snapshots(path: Path) -> dict[int, str]:
+    """Epoch → file name, of the weights kept on the way."""
+    found = sorted((path / "snapshots").glob("epoch-*.safetensors"))
+    return {int(file.stem.split("-")[1]): f"snapshots/{file.name}" for file in found}
+
+
+def compare(
+    folder: Path,
+    config: Config,
+    pretrain_steps: int,
+    seeds: int = 1,
+    root: Path | None = None,
+    tell: Callable[[str], None] = print,
+) -> list[Path]:
+    """The paper's Table 2: four gradients, without and with pre-training (0: without), else alike.
+
+    Runs that are finished are kept, half ones go on: the same call continues a broken one.
+    """
+    table = _table(folder, config, pretrain_steps, seeds)
+    states = {path: _state(path, wanted) for path, wanted in table.items()}  # before any begins
+    left = [path for path in table if states[path] != FINISHED]
+    proceed = f"the same command: `gdeq compare ... --out {folder}`"
+    for path, wanted in table.items():
+        if states[path] == FINISHED:
+            tell(f"{path.name}: finished before, kept")
+            continue
+        more = path != left[-1]
+        if states[path] == HALF:
+            resume(path, root, tell=tell, more=more, proceed=proceed)
+        else:
+            train(path, wanted, root, more=more, proceed=proceed)
+    return list(table)
+
+
+def default_pretraining(config: Config, root: Path | None) -> int:
+    """A fifth of the steps."""
+    dataset = datasets.load(config.data, _text(root))
+    return max(1, config.epochs * (len(dataset.train_x) // config.batch_size) // 5)
+
+
+# -- dry runs --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Forecast:
+    """What a command would do, found out by the checks that the command itself makes."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def check(self) -> Iterator[None]:
+        """A problem is noted and the next check made, so that all are told at once."""
+        try:
+            yield
+        except (
+            RunError,
+            ConfigError,
+            process.DeviceError,
+            datasets.DataError,
+            checkpoint.CheckpointError,
+        ) as problem:
+            if str(problem) not in self.problems:
+                self.problems.append(str(problem))
+
+
+def forecast_train(path: Path, config: Config, root: Path | None = None) -> Forecast:
+    told = Forecast()
+    with _forecast(told, config, path, root), told.check():
+        RunFolder.check_free(path)
+        kind = "which is there and holds nothing yet" if path.exists() else "a new folder"
+        told.lines.append(f"would train into {path}, {kind}")
+    return told
+
+
+def forecast_resume(run: RunFolder, config: Config, root: Path | None = None) -> Forecast:
+    told = Forecast()
+    summary = run.finished(config.epochs)
+    if summary is not None:
+        told.lines.append(_finished(run, summary, config))
+        return told
+    if config != run.config():
+        told.lines.append(_changed(run, config))
+    with _forecast(told, config, run.path, root) as trainer:
+        if trainer is not None:
+            _forecast_restore(told, trainer)
+    return told
+
+
+def forecast_compare(
+    folder: Path, config: Config, pretraining: bool, seeds: int = 1, root: Path | None = None
+) -> Forecast:
+    told = Forecast()
+    with _forecast(told, config, folder, root) as trainer:
+        steps = config.pretrain_steps if pretraining else 0
+        if pretraining and not steps and trainer is not None:
+            steps = default_pretraining(config, root)
+        known = steps > 0 or not pretraining
+        for path, wanted in _table(folder, config, steps or int(pretraining), seeds).items():
+            with told.check():
+                # Without the data set the settings of the pre-trained runs are not known.
+                state = _state(path, wanted if known else None)
+                told.lines.append(f"{state}: would {DEEDS[state]} {path}")
+                if state == HALF and trainer is not None and known:
+                    half = Trainer(
+                        wanted, RunFolder(path), trainer.process, progress.Silent(), _text(root)
+                    )
+                    _forecast_restore(told, half)
+    return told
+
+
+@contextlib.contextmanager
+def _forecast(
+    told: Forecast, config: Config, path: Path, root: Path | None
+) -> Iterator[Trainer | None]:
+    """The trainer that a run would have, if it could have one."""
+    trainer = None
+    me = process.Process(torch.device("cpu"))  # to see the rest where the device is missing
+    try:
+        with told.check():
+            me = start_on(config.device)
+            told.lines.append(f"device: {device_name(me.device)}")
+        with told.check():
+            trainer = Trainer(config, RunFolder(path), me, progress.Silent(), _text(root))
+            parameters = sum(p.numel() for p in trainer.model.parameters())
+            told.lines += [
+                f"data set: {trainer.dataset.name} is there, {len(trainer.dataset.train_x)} train "
+                f"and {len(trainer.dataset.test_x)} test images",
+                f"steps: {len(trainer.train_batches)} an epoch, {trainer.total} in all",
+                f"parameters: {parameters:,}",
+                *trainer.notes(),
+            ]
+        yield trainer
+    finally:
+        process.stop()
+
+
+def _forecast_restore(told: Forecast, trainer: Trainer) -> None:
+    path = trainer.run.path
+    if not checkpoint.available(path):
+        with told.check():
+            _check_continuable(path)
+        told.lines.append(f"{path} has no checkpoint yet: would begin at its start")
+        return
+    with told.check():
+        state = checkpoint.latest(path, told.lines.append)
+        try:
+            trainer.take_over(state)  # `restore` would go on to write in the folder
+        except (KeyError, RuntimeError, ValueError) as problem:
+            raise checkpoint.CheckpointError(
+                f"the checkpoint of {path} does not fit its config.yaml: {problem}"
+            ) from problem
+        told.lines.append(
+            f"would go on in {path} from checkpoint step-{trainer.step:09d}.ckpt, "
+            f"at step {trainer.step} of {trainer.total}"
+        )
+
+
+# -- what they share -------------------------------------------------------------------------------
+
+
+def _table(folder: Path, config: Config, pretrain_steps: int, seeds: int) -> dict[Path, Config]:
+    """The runs of a comparison, in the order in which they are made."""
+    paper = {"jfb": {"gradient__refine": 0}}  # the settings are GDEQ's
+    return {
+        folder / f"{name}{'-pretrained' if steps else ''}-seed{seed}": configs.replace(
+            config, gradient__name=name, pretrain_steps=steps, seed=seed, **paper.get(name, {})
+        )
+        for seed in range(config.seed, config.seed + seeds)
+        for steps in sorted({0, pretrain_steps})
+        for name in GRADIENTS
+    }
+
+
+def _state(path: Path, wanted: Config | None) -> str:
+    """How far this run of a comparison is."""
+    if not (path / "config.yaml").is_file():
+        RunFolder.check_free(path, "--out")
+        return MISSING
+    run = RunFolder.open(path)
+    config = run.config()
+    if wanted is not None and config != wanted:
+        raise RunError(
+            f"{path} was made with other settings; choose another --out, or give it the settings "
+            f"it has ({', '.join(configs.differences(config, wanted))})"
+        )
+    return HALF if run.finished(config.epochs) is None else FINISHED
+
+
+def _fit(trainer: Trainer, more: bool, until: float | None, proceed: str | None) -> dict[str, Any]:
+    trainer.stop.until, trainer.proceed = until, proceed
+    summary = trainer.fit()
+    if more and trainer.asked_to_stop:
+        raise Interrupted(
+            trainer.stop.caught or signal.SIGTERM,
+            f"stopped after {trainer.run.path}, which is finished; the same command goes on with "
+            "the rest",
+        )
+    return summary
+
+
+def _changed(run: RunFolder, config: Config) -> str:
+    return f"from here on with {', '.join(configs.differences(run.config(), config))}"
+
+
+def _finished(run: RunFolder, summary: dict[str, Any], config: Config) -> str:
+    unused = ", ".join(configs.differences(run.config(), config))
+    ignored = f"\nnot used, as no step is left: {unused}" if unused else ""
+    return (
+        f"{run.path} is already finished: {count(summary['epochs'], 'epoch')}, test accuracy "
+        f"{summary['test_accuracy']:.2f} %; nothing is changed.  To train it for longer, raise "
+        f"epochs: `gdeq train --resume {run.path} epochs={2 * summary['epochs']}`{ignored}"
+    )
+
+
+def start_on(device: str, option: str = "device=") -> process.Process:
+    """`process.start`; where it fails, the advice is in terms of this command's own option."""
+    try:
+        return process.start(device)
+    except process.DeviceError as problem:
+        said = str(problem).replace("device=", option)
+        advice = f"{option}cpu"
+        raise process.DeviceError(said if advice in said else f"{said}; use {advice}") from problem
+
+
+def _check_unchanged(before: Config, after: Config) -> None:
+    """What the saved state depends on must stay."""
+    for key in ("data", "batch_size", "seed", "model", "optimizer.name", "ema"):
+        get = attrgetter(key)
+        if get(before) != get(after):
+            raise RunError(
+                f"{key} cannot change in the middle of a run (it is {get(before)!r}): "
+                "start a new one"
+            )
+
+
+def _text(root: Path | None) -> str | None:
+    return None if root is None else str(root)

@@ -1,0 +1,253 @@
+"""Joining and splitting a state in one launch, against the operations of PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import gdeq
+from gdeq.fast.kernels import choice
+from gdeq.state import StateSpace
+
+kernels = pytest.importorskip("gdeq.fast.kernels.state")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+GRADIENTS = [gdeq.GDEQ(), gdeq.JFB(), gdeq.Implicit(gdeq.Broyden(5, 1e-9)), gdeq.NPG()]
+
+
+def image(batch, channels, edge, dtype, last=True) -> Tensor:
+    x = torch.randn(batch, channels, edge, edge, dtype=torch.float64, device=DEVICE).to(dtype)
+    return x.to(memory_format=torch.channels_last) if last else x
+
+
+def states(dtype):
+    return {
+        "aligned": (image(3, 16, 4, dtype), image(3, 32, 2, dtype)),
+        "odd": [image(2, 3, 5, dtype), {"v": image(2, 7, 1, dtype).flatten(1)}],
+        "longer than a chunk": (image(2, 64, 6, dtype), image(2, 129, 5, dtype, last=False)),
+        "one number": (image(1, 1, 1, dtype, last=False), image(1, 2, 2, dtype)),
+        "eight": tuple(image(2, i + 2, 2, dtype, last=i % 2 == 0) for i in range(8)),
+    }
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Which way each launch of the kernel went."""
+    found, launch = [], kernels._launch
+
+    def counted(rows, parts, joins, factor=None):
+        found.append("join" if joins else "split")
+        launch(rows, parts, joins, factor)
+
+    monkeypatch.setattr(kernels, "_launch", counted)
+    return found
+
+
+def leaves_of(state) -> list[Tensor]:
+    return StateSpace(state).leaves(state, "state", cast=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", states(torch.float32))
+def test_with_a_factor_and_norms(name, dtype, launches):
+    z = states(dtype)[name]
+    space = StateSpace(z)
+    tensors = leaves_of(z)
+    factor = torch.rand(space.batch, dtype=space.dtype, device=DEVICE) + 0.5
+    with choice.use("off"):
+        rows = space.join_scaled(tensors, factor)
+        parts = space.split_scaled(rows, space.dtypes, factor)
+        size = torch.linalg.vector_norm(space.join(tensors).double(), dim=1)
+        assert space.norms(tensors) is None
+    assert not launches
+    assert torch.equal(rows, space.join(tensors) * factor.unsqueeze(1))
+    launches.clear()
+    with choice.use("triton"):
+        assert torch.equal(space.join_scaled(tensors, factor), rows)
+        # The interpreter cuts off what bfloat16 cannot hold.
+        slack = 2**-7 if dtype == torch.bfloat16 and DEVICE.type == "cpu" else 0.0
+        scaled = space.split_scaled(rows, space.dtypes, factor)
+        for a, b, like in zip(scaled, parts, tensors, strict=True):
+            torch.testing.assert_close(a, b, rtol=slack, atol=0.0)
+            assert a.stride() == like.stride()
+        found = space.norms(tensors)
+    assert launches == ["join", "split"]
+    if dtype == torch.float64:
+        assert found is None
+    else:
+        torch.testing.assert_close(found, size.to(space.dtype), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", states(torch.float32))
+def test_values_are_those_of_the_plain_operations(name, dtype, launches):
+    z = states(dtype)[name]
+    space = StateSpace(z)
+    with choice.use("off"):
+        expected = space.pack(z)
+        flat = torch.randn_like(expected) * 1e3
+        parts = leaves_of(space.unpack(flat))
+    assert not launches
+    with choice.use("triton"):
+        assert torch.equal(space.pack(z), expected)
+        found = leaves_of(space.unpack(flat))
+    assert launches == ["join", "split"]
+    # The interpreter cuts off what bfloat16 cannot hold.
+    slack = 2**-7 if dtype == torch.bfloat16 and DEVICE.type == "cpu" else 0.0
+    for a, b, like in zip(found, parts, leaves_of(z), strict=True):
+        torch.testing.assert_close(a, b, rtol=slack, atol=0.0)
+        assert a.dtype == dtype
+        assert a.stride() == like.stride()
+    assert len({a.untyped_storage().data_ptr() for a in found}) == 1
+
+
+def test_tensors_that_are_not_dense_are_joined(launches):
+    z = states(torch.float32)["aligned"]
+    space = StateSpace(z)
+    strange = (z[0].flip(2).transpose(2, 3), z[1].contiguous())
+    with choice.use("off"):
+        expected = space.pack(strange)
+    with choice.use("triton"):
+        assert torch.equal(space.pack(strange), expected)
+    assert launches == ["join"]
+
+
+@pytest.mark.parametrize(
+    "z",
+    [
+        torch.ones(2, 3),
+        (torch.ones(2, 3), torch.ones(2, 3).double()),
+        (torch.ones(2, 3), torch.ones(2, 0)),
+        (torch.ones(0, 3), torch.ones(0, 2)),
+        tuple(torch.ones(2, 3) for _ in range(9)),
+    ],
+    ids=["single", "mixed", "empty part", "no samples", "nine parts"],
+)
+def test_what_the_kernels_do_not_take_is_plain(z, launches):
+    space = StateSpace(z)
+    with choice.use("triton"):
+        flat = space.pack(z)
+        assert [a.tolist() for a in leaves_of(space.unpack(flat))] == [
+            b.tolist() for b in leaves_of(z)
+        ]
+    assert not launches
+
+
+def test_first_and_second_derivatives(launches):
+    z = (image(2, 1, 2, torch.float64), image(2, 2, 1, torch.float64).flatten(1))
+    space = StateSpace(z)
+    inputs = [leaf.clone().requires_grad_() for leaf in leaves_of(z)]
+    rows = torch.randn(space.batch, space.size, dtype=torch.float64, device=DEVICE)
+    rows.requires_grad_()
+
+    def joined(*parts: Tensor) -> Tensor:
+        return space.join(parts) ** 3
+
+    def taken_apart(flat: Tensor) -> list[Tensor]:
+        return [part**3 for part in space.split(flat, space.dtypes)]
+
+    with choice.use("triton"):
+        torch.autograd.gradcheck(joined, inputs)
+        torch.autograd.gradgradcheck(joined, inputs)
+        torch.autograd.gradcheck(taken_apart, rows)
+        torch.autograd.gradgradcheck(taken_apart, rows)
+    assert launches
+
+
+def test_a_part_without_a_gradient_counts_as_zero():
+    z = states(torch.float64)["aligned"]
+    space = StateSpace(z)
+    flat = torch.randn(space.batch, space.size, dtype=torch.float64, device=DEVICE)
+    flat.requires_grad_()
+    with choice.use("triton"):
+        (gradient,) = torch.autograd.grad(space.unpack(flat)[1].sum(), flat)
+    first = z[0][0].numel()
+    assert not gradient[:, :first].any()
+    assert bool((gradient[:, first:] == 1).all())
+
+
+# ---- in a solve
+
+
+class Cell(torch.nn.Module):
+    """A contractive map on two images, each of which sees the other."""
+
+    def __init__(self, dtype=torch.float64) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.3, dtype=dtype, device=DEVICE))
+        self.shift = torch.nn.Parameter(torch.tensor(0.7, dtype=dtype, device=DEVICE))
+
+    def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        small = x.new_zeros(len(x), 2 * x.shape[1], x.shape[2] // 2, x.shape[3] // 2)
+        return torch.zeros_like(x), small.to(memory_format=torch.channels_last)
+
+    def forward(self, z: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        mean = z[1].mean((1, 2, 3), keepdim=True)
+        return (
+            torch.cos(self.scale * z[0] + mean) + x,
+            torch.sin(self.scale * z[1] + self.shift + z[0].mean((1, 2, 3), keepdim=True)),
+        )
+
+
+def train(gradient, dtype=torch.float64, work=lambda z: z):
+    torch.manual_seed(1)
+    cell = Cell(dtype)
+    deq = gdeq.DEQ(cell, gdeq.Broyden(4, 0.0), gradient)
+    z = work(deq(image(2, 16, 4, dtype)))
+    ((z[0] ** 2).sum() + (z[1] ** 3).sum()).backward()
+    return [p.grad for p in cell.parameters()], z, deq.solution
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_gradients_are_those_of_the_plain_operations(gradient, dtype, launches):
+    with choice.use("plain"):
+        expected, _, _ = train(gradient, dtype)
+    assert not launches
+    with choice.use("triton"):
+        found, _, _ = train(gradient, dtype)
+    assert launches
+    tolerance = 1e-8 if dtype == torch.float64 else 0.1
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("form", "gradient"),
+    [*(("triton", gradient) for gradient in GRADIENTS), ("off", gdeq.GDEQ()), ("off", gdeq.JFB())],
+    ids=repr,
+)
+def test_parts_of_the_output_may_be_changed_in_place_one_without_the_other(form, gradient):
+    def in_place(z):
+        kept = z[0] * z[0]  # needs z[0] as it is in the backward pass
+        z[1].mul_(2).relu_()
+        return kept, z[1]
+
+    def out_of_place(z):
+        return z[0] * z[0], torch.relu(z[1] * 2)
+
+    with choice.use(form):
+        expected, _, untouched = train(gradient, work=out_of_place)
+        found, z, solution = train(gradient, work=in_place)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(solution.z, untouched.z, strict=True):
+        assert torch.equal(a, b)
+        assert not a.requires_grad
+    assert not torch.equal(z[1], solution.z[1])
+
+
+def test_a_step_moves_the_state_no_more_than_it_must(launches):
+    with choice.use("triton"):
+        train(gdeq.GDEQ(), torch.bfloat16)
+    # v of the loss; w for f.  z0 is taken as it lies, and what f is given is the record too.
+    assert launches == ["join", "split"]
+
+
+@pytest.mark.parametrize("form", ["triton", "off"])
+@pytest.mark.parametrize("gradient", GRADIENTS, ids=repr)
+def test_an_f_that_changes_a_part_of_z_in_place_is_told(form, gradient):
+    z0 = states(torch.float64)["aligned"]
+    weight = torch.ones((), device=DEVICE, requires_grad=True)
+    with choice.use(form), pytest.raises(gdeq.StateError, match="changed its argument z in place"):
+        gdeq.fixed_point(lambda z: (z[0] * weight, z[1].relu_()), z0, gradient=gradient)

@@ -1,0 +1,111 @@
+import hashlib
+
+import data_files
+import numpy as np
+import pytest
+import torch
+
+from gdeq.lab.data import NAMES, DataError, load
+from gdeq.lab.data.dataset import channel_statistics
+from gdeq.lab.data.digits import held_out
+
+
+def test_digits_need_nothing(device):
+    digits = load(device=device)
+    assert digits.name == "digits"
+    assert digits.train_x.shape == (1437, 1, 8, 8)
+    assert digits.test_x.shape == (360, 1, 8, 8)
+    assert digits.train_x.dtype == digits.test_x.dtype == torch.uint8
+    assert digits.train_y.dtype == digits.test_y.dtype == torch.int64
+    assert digits.train_x.device.type == digits.test_y.device.type == device.type
+    assert digits.shape == (1, 8, 8)
+    assert digits.classes == tuple("0123456789")
+    assert len(digits.train_x.unique()) == 17
+    assert int(digits.train_x.max()) == 255
+    assert "1,437 train and 360 test" in repr(digits)
+
+
+def test_digits_are_sklearns_and_the_split_is_whole():
+    from sklearn.datasets import load_digits  # noqa: PLC0415
+
+    digits = load("digits")
+    images, labels = load_digits(return_X_y=True)
+    ours = torch.cat([digits.train_x, digits.test_x]).flatten(1).numpy() / 255 * 16
+    both = [(tuple(x), int(y)) for x, y in zip(images.astype(int).tolist(), labels, strict=True)]
+    mine = [
+        (tuple(map(round, x.tolist())), int(y))
+        for x, y in zip(ours, torch.cat([digits.train_y, digits.test_y]), strict=True)
+    ]
+    assert sorted(mine) == sorted(both)
+
+
+def test_digits_split_is_stratified_and_fixed():
+    digits = load("digits")
+    share = digits.test_y.bincount() / (digits.test_y.bincount() + digits.train_y.bincount())
+    assert share.min() > 0.195
+    assert share.max() < 0.205
+    seen = hashlib.md5(digits.test_x.numpy().tobytes() + bytes(digits.test_y.tolist())).hexdigest()
+    assert seen == "97c82af2a5e5248587f7ee06886e9cbe"  # a changed split makes old accuracies wrong
+
+
+def test_held_out_counts_add_up_for_uneven_classes():
+    y = np.repeat(np.arange(3, dtype=np.uint8), [1000, 101, 7])
+    chosen = held_out(y)
+    assert chosen.sum() == 360
+    assert np.abs(np.bincount(y[chosen]) - np.bincount(y) * 360 / len(y)).max() < 1
+
+
+def test_statistics_are_those_of_numpy():
+    x = np.random.default_rng(0).integers(0, 256, (600, 3, 5, 4), dtype=np.uint8)
+    x[:, 2] = 7
+    mean, std = channel_statistics(x)
+    assert mean == pytest.approx((x / 255.0).mean(axis=(0, 2, 3)), rel=1e-13)
+    assert std == pytest.approx((x / 255.0).std(axis=(0, 2, 3)), rel=1e-12, abs=1e-14)
+    assert std[2] == 0.0
+
+
+def test_datasets_are_frozen():
+    digits = load("digits")
+    with pytest.raises(AttributeError):
+        digits.name = "other"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [("cifar-10", "cifar10"), ("CIFAR10", "cifar10"), ("fashion_mnist", "fashion-mnist")],
+)
+def test_an_unknown_name_suggests_the_right_one(wrong, near):
+    with pytest.raises(DataError, match=f"no data set '{wrong}'; did you mean '{near}'"):
+        load(wrong)
+
+
+def test_a_far_name_lists_them_all():
+    with pytest.raises(DataError, match="digits, cifar10, fashion-mnist") as caught:
+        load("zzz")
+    assert "did you mean" not in str(caught.value)
+    assert NAMES == ("digits", "cifar10", "fashion-mnist")
+
+
+@pytest.mark.usefixtures("cifar10", "fashion")
+@pytest.mark.parametrize("name", ["cifar10", "fashion-mnist"])
+def test_a_missing_set_names_the_command(name, tmp_path):
+    with pytest.raises(DataError, match=f"get it with `gdeq data {name}"):
+        load(name, tmp_path)
+
+
+@pytest.mark.usefixtures("cifar10")
+def test_the_root_is_an_argument_or_a_variable_or_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data_files.write_binary(tmp_path / "data" / "cifar-10-batches-bin")
+    data_files.write_binary(tmp_path / "other" / "cifar-10-batches-bin")
+    assert len(load("cifar10").test_x) == data_files.COUNT
+    monkeypatch.setenv("GDEQ_DATA", str(tmp_path / "nowhere"))
+    with pytest.raises(DataError, match="nowhere"):
+        load("cifar10")
+    assert len(load("cifar10", tmp_path / "other").test_x) == data_files.COUNT
+
+
+def test_digits_without_sklearn_say_so(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match="pip install scikit-learn"):
+        load("digits")

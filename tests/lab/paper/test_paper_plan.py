@@ -1,0 +1,136 @@
+"""What the experiment consists of."""
+
+import pytest
+from paper_runs import SETTINGS
+
+from gdeq.lab.paper import plan
+from gdeq.lab.report.methods import label
+from gdeq.lab.training.config import ConfigError, differences, load
+from gdeq.lab.training.similarity import methods_for
+
+
+def in_group(name):
+    return [run for run in plan.make_plan() if run.group == name]
+
+
+def test_table_2_is_all_there():
+    made = {(r.row, r.pretrain, r.seed) for r in in_group("table2") if r.row in plan.METHODS}
+    three = {(m, p, s) for m in ("gdeq", "implicit") for p in (False, True) for s in (0, 1, 2)}
+    one = {(m, p, 0) for m in ("jfb", "npg") for p in (False, True)}
+    assert made == three | one
+    assert {r.row for r in in_group("table2")} == {
+        *plan.METHODS, *plan.OWN, *plan.LONGER,
+    }  # fmt: skip
+
+
+def test_table_2_is_one_recipe_with_the_papers_steps():
+    configs = {run.name: run.config() for run in in_group("table2") if not run.pretrain}
+    base = configs["gdeq-seed0"]
+    assert (base.solver.max_iter, base.solver.tol, base.model.size) == (18, 0.0, "large")
+    assert configs["implicit-seed0"].gradient.max_iter == 20
+    npg = configs["npg-seed0"].gradient
+    assert (npg.steps, npg.damping) == (5, 0.5)
+    for name, config in configs.items():
+        changed = {text.partition(":")[0] for text in differences(base, config)}
+        allowed = {"seed", "snapshots", "test_every"}
+        if name.startswith(("adaptive", "gdeq-6steps")):  # ours, and told apart in the table
+            allowed |= {"epochs", "optimizer.lr", "measure_every", "solver.max_iter"}
+        if name.startswith(("adaptive", "implicit-dropout")):
+            allowed |= {"model.dropout", "optimizer.lr"}
+        if name.startswith("gdeq-50epochs"):
+            allowed |= {"epochs"}
+        other = {key for key in changed if not key.startswith(("gradient.", "adapt."))}
+        assert other <= allowed, name
+
+
+def test_forward_steps_are_varied_for_five_methods():
+    found = {(r.row, r.config().solver.max_iter) for r in in_group("steps")}
+    assert found == {(m, n) for m in plan.STUDIED for n in (4, 6, 9, 12, 18, 27)}
+    gradients = {r.row: r.config().gradient for r in in_group("steps")}
+    assert gradients["gdeq"].refine == 0
+    assert gradients["gdeq-refine1"].refine == 1
+    assert gradients["gdeq-tolerance"].tolerance is not None
+    assert len({r.config().solver.tol for r in in_group("tolerance")}) == 2
+
+
+def test_the_study_compares_all_its_gradients_for_each_budget():
+    studied = in_group("steps") + in_group("tolerance")
+    compared = [run for run in studied if run.similarity]
+    budgets = {(r.config().solver.max_iter, r.config().solver.tol) for r in studied}
+    assert {(r.config().solver.max_iter, r.config().solver.tol) for r in compared} == budgets
+    assert len(compared) == 2 * len(budgets)  # on the weights of two methods
+    for run in compared:
+        assert {plan.title(row) for row in plan.STUDIED} <= methods_for(run.config()).keys()
+
+
+def test_a_run_whose_gradients_are_compared_is_named_by_its_method(few_images):
+    compared = [run for run in plan.make_plan() if run.similarity]
+    for run in compared:
+        own = label(vars(run.config(SETTINGS).gradient))
+        assert plan.title(run.row).partition(",")[0] == own, run.name
+
+
+def test_one_run_is_compared_at_all_the_epochs_of_the_papers_figure(few_images):
+    long = ["data=digits", "model.size=small", "batch_size=4"]
+    kept = {run.name: run.config(long).snapshots for run in in_group("table2")}
+    assert kept["gdeq-50epochs-seed0"] == (1, 10, 20, 50)
+
+
+def test_the_control_of_the_adaptive_row_differs_from_implicit_by_its_dropout_and_rate():
+    control, implicit, adaptive = (
+        plan.chosen([f"{row}-seed0"])[0].config()
+        for row in ("implicit-dropout", "implicit", "adaptive")
+    )
+    told = {text.partition(":")[0] for text in differences(implicit, control)}
+    assert told == {"model.dropout", "optimizer.lr", "snapshots"}
+    assert control.model == adaptive.model
+    assert control.optimizer == adaptive.optimizer
+
+
+def test_the_preset_is_the_adaptive_row():
+    row, preset = plan.chosen(["adaptive-seed0"])[0].config(), load("cifar10-adaptive")
+    told = {text.partition(":")[0] for text in differences(row, preset)}
+    # Of a solver whose steps are not read, and what is told and kept on the way.
+    assert told <= {"solver.max_iter", "log_every", "checkpoint_seconds", "snapshots"} | {
+        *("gradient.max_iter", "gradient.tol")
+    }
+
+
+def test_what_tells_most_comes_first():
+    names = [run.name for run in plan.make_plan()]
+    assert set(names[:4]) == {f"{m}-seed0" for m in plan.METHODS}
+    assert names.index("gdeq-seed1") < names.index("steps04-gdeq")
+    assert all(name.replace("-", "").replace(".", "").isalnum() for name in names)
+
+
+def test_settings_for_all_have_the_last_word(few_images):
+    by_name = {run.name: run for run in plan.make_plan()}
+    config = by_name["gdeq-seed0"].config(["epochs=3", "optimizer.lr=0.5"])
+    assert (config.epochs, config.optimizer.lr, config.snapshots) == (3, 0.5, (1, 3))
+    config = by_name["gdeq-seed2"].config(["epochs=3"])
+    assert (config.seed, config.gradient.name) == (2, "gdeq")
+    config = by_name["steps04-gdeq"].config(["epochs=3"])
+    assert config.snapshots == (3,)  # its last epoch, wherever that is
+    config = by_name["gdeq-pretrained-seed0"].config([*SETTINGS, "epochs=5"])
+    assert config.pretrain_steps == 3  # a fifth of 15
+
+
+def test_chosen_by_name_pattern_and_group():
+    assert [r.name for r in plan.chosen(["jfb-*", "sprint"])] == [
+        *("jfb-seed0", "jfb-pretrained-seed0", "sprint-adaptive", "sprint-6steps")
+    ]
+    assert [r.name for r in plan.chosen(["sprint-6steps"])] == ["sprint-6steps"]
+    assert {r.group for r in plan.chosen(["steps"])} == {"steps"}
+    assert plan.chosen() == plan.make_plan()
+    with pytest.raises(ConfigError, match=r"no run is called 'gdeg-\*'.*table2"):
+        plan.chosen(["table2", "gdeg-*"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [("epoch=3", "did you mean 'epochs'"), ("gradient=jfb", "leave gradient=jfb out")],
+)
+def test_settings_that_cannot_be(gdeq, tmp_path, setting, message):
+    code, said = gdeq("paper", "run", "--out", tmp_path / "out", "--set", setting, "--dry-run")
+    assert code == 1
+    assert message in said

@@ -1,0 +1,83 @@
+"""What cannot be reported is said in a sentence."""
+
+from pathlib import Path
+
+import pytest
+from report_runs import make_run
+
+from gdeq.lab import report
+from gdeq.lab.report import ReportError
+
+
+def message(*arguments):
+    with pytest.raises(ReportError) as caught:
+        report.write(*arguments)
+    return str(caught.value)
+
+
+def test_no_runs(tmp_path):
+    assert "no runs given" in message([], tmp_path / "out")
+    with pytest.raises(ReportError, match="no runs given"):
+        report.table([])
+
+
+def test_no_such_folder(tmp_path):
+    assert "nowhere does not exist" in message([tmp_path / "nowhere"], tmp_path / "out")
+
+
+def test_paths_are_told_as_they_were_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "runs" / "first")
+    assert message([Path("nowhere")], Path("out")) == "nowhere does not exist"
+    assert message([Path("runs")], Path("out")).startswith("runs is not a run folder")
+    assert "`gdeq report runs/first`" in message([Path("runs")], Path("out"))
+    assert report.write([Path("runs/first")], Path("out")) == Path("out/report.html")
+
+
+def test_a_file_is_no_run(tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert "is a file, not a run folder" in message([tmp_path / "file"], tmp_path / "out")
+
+
+def test_a_folder_that_is_no_run_folder(tmp_path):
+    (tmp_path / "empty").mkdir()
+    text = message([tmp_path / "empty"], tmp_path / "out")
+    assert "not a run folder: it holds no config.yaml" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_runs_names_them(tmp_path):
+    make_run(tmp_path / "runs" / "first")
+    text = message([tmp_path / "runs"], tmp_path / "out")
+    assert f"run folders are inside it: `gdeq report {tmp_path / 'runs' / 'first'}`" in text
+
+
+@pytest.mark.parametrize(("text", "part"), [("a: [", "not valid YAML"), ("- 1", "no settings")])
+def test_a_config_that_is_none(tmp_path, text, part):
+    path = make_run(tmp_path / "a")
+    (path / "config.yaml").write_text(text)
+    assert part in message([path], tmp_path / "out")
+
+
+def test_a_place_that_cannot_be_written(tmp_path):
+    path = make_run(tmp_path / "a")
+    (tmp_path / "file").write_text("x")
+    text = message([path], tmp_path / "file" / "out")
+    assert text.startswith("cannot write the report to")
+    assert "Not a directory" in text
+    assert "choose another folder" in text
+
+
+def test_a_full_disk_keeps_the_earlier_page(tmp_path, monkeypatch):
+    path = make_run(tmp_path / "a", epochs=2)
+    page = tmp_path / "out" / "report.html"
+    page.parent.mkdir()
+    page.write_text("the earlier page")
+
+    def full(self, data):
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert "No space left on device" in message([path], tmp_path / "out")
+    assert page.read_text() == "the earlier page"
+    assert not list(tmp_path.rglob("*.part"))

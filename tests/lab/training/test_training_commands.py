@@ -1,0 +1,602 @@
+"""The commands around training: evaluate, compare, similarity, report, info, help."""
+
+import json
+import math
+import platform
+import subprocess
+import sys
+import types
+from dataclasses import replace
+
+import pytest
+import torch
+import training_runs
+import typer
+from training_runs import RICH, TINY
+
+from gdeq import __version__
+from gdeq.gradients import GDEQ, JFB, Implicit, Measured
+from gdeq.lab import bench as benches
+from gdeq.lab import report
+from gdeq.lab.bench import table
+from gdeq.lab.cli import app
+from gdeq.lab.training import config as configs
+from gdeq.lab.training import folder, runs, similarity
+from gdeq.lab.training.meanings import meanings
+from gdeq.lab.training.presets import PRESETS
+
+COMMANDS = ("train", "evaluate", "compare", "similarity", "bench", "report", "data", "info")
+
+
+@pytest.fixture(autouse=True)
+def small(few_images):
+    pass
+
+
+@pytest.fixture
+def run(tmp_path, reference):
+    """The reference, with room for files of its own."""
+    for name in ("config.yaml", "summary.json", "weights.safetensors", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((reference / name).read_bytes())
+    (tmp_path / "snapshots").mkdir()
+    name = "snapshots/epoch-001.safetensors"
+    (tmp_path / name).write_bytes((reference / name).read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize("settings", [RICH, [*TINY, "epochs=1", "pretrain_steps=100"]])
+def test_evaluate_finds_what_the_summary_says(gdeq, tmp_path, settings):
+    """Also where it never left pre-training: what was evaluated then is evaluated now."""
+    run = tmp_path / "run"
+    summary = runs.train(run, configs.load("digits", settings))
+    found = runs.evaluate(run)
+    last = training_runs.metrics(run)[-1]
+    assert found["accuracy"] == summary["test_accuracy"] == last["test_accuracy"]
+    assert found["loss"] == last["test_loss"]
+    assert found["samples"] == training_runs.TEST_IMAGES
+    code, said = gdeq("evaluate", run)
+    assert code == 0
+    assert f"test accuracy {summary['test_accuracy']:.2f} %" in said
+    assert f"{training_runs.TEST_IMAGES} images" in said
+
+
+def test_evaluate_with_other_numbers_of_steps(gdeq, tmp_path):
+    run = tmp_path / "run"
+    runs.train(run, configs.load("digits", [*TINY, "epochs=1", "solver.tol=0"]))
+    found = {n: runs.evaluate(run, steps=n) for n in (1, 6)}
+    assert found[6]["residual"] < 0.5 * found[1]["residual"]
+    assert (found[1]["solver_steps"], found[6]["solver_steps"]) == (1, 6)
+    code, said = gdeq("evaluate", run, "--steps", 1, "--steps", 6)
+    assert code == 0
+    for line, (n, one) in zip(said.splitlines(), found.items(), strict=True):
+        assert f"with {n} solver step{'s' * (n > 1)}: test accuracy {one['accuracy']:.2f} %" in line
+        assert line.endswith(f"residual {one['residual']:.1e}")
+
+
+def test_evaluate_with_other_numbers_of_steps_than_were_adapted(tmp_path):
+    run = tmp_path / "run"
+    adapt = ["adapt.enabled=true", "adapt.steps=[2,3]", "adapt.refine=[0,1]"]
+    runs.train(run, configs.load("digits", [*TINY, *adapt, "epochs=1", "solver.tol=0"]))
+    assert runs.evaluate(run)["solver_steps"] in (2, 3)
+    assert runs.evaluate(run, steps=9)["solver_steps"] == 9
+
+
+def test_evaluate_with_steps_of_what_has_no_solver(gdeq, tmp_path):
+    run = tmp_path / "run"
+    runs.train(run, configs.load("digits", [*TINY, "epochs=1", "pretrain_steps=100"]))
+    code, said = gdeq("evaluate", run, "--steps", 4)
+    assert code == 1
+    assert "ended unrolled, without a solver: leave --steps out" in said
+
+
+def test_a_finished_run_resumed_is_as_it_was(gdeq, tmp_path, reference):
+    run = tmp_path / "run"
+    summary = runs.train(run, configs.load("digits", RICH))
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.rglob("*") if p.is_file()}
+    for setting in ([], ["optimizer.lr=0.5"], ["epochs=1"]):
+        code, said = gdeq("train", "--resume", run, *setting)
+        assert code == 0, said
+        assert f"{run} is already finished: 2 epochs, test accuracy" in said
+        assert f"test accuracy {summary['test_accuracy']:.2f} %; nothing is changed" in said
+        assert f"`gdeq train --resume {run} epochs=4`" in said
+        now = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in run.rglob("*") if p.is_file()}
+        assert now == before
+    training_runs.assert_same_run(run, reference)
+    code, said = gdeq("train", "--resume", run, "epochs=3")
+    assert code == 0, said
+    assert "already finished" not in said
+    assert training_runs.metrics(run)[-1]["epoch"] == 3
+    # Without its weights it is not finished, whatever its summary says.
+    (run / "weights.safetensors").unlink()
+    code, said = gdeq("train", "--resume", run)
+    assert code == 0, said
+    assert "already finished" not in said
+    assert (run / "weights.safetensors").is_file()
+
+
+def records_of(run):
+    return [json.loads(x) for x in (run / "similarity.jsonl").read_text().splitlines()]
+
+
+METHODS = {
+    *("Implicit", "JFB", "GDEQ", "GDEQ tolerance 0.1", "NPG"),
+    *(f"GDEQ refine {n}" for n in (1, 2, 3, 4)),
+}
+
+
+def test_similarity(gdeq, run):
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("max_iter: 3", "max_iter: 12"))
+    code, said = gdeq("similarity", run, "--batches", "2", "--batch-size", "4")
+    assert code == 0, said
+    records = records_of(run)
+    assert {r["method"] for r in records} == METHODS
+    assert len(records) == 2 * len(METHODS)
+    assert {(r["epoch"], r["batch"]) for r in records} == {(1, 0), (1, 1)}
+    assert {r["solver"] for r in records} == {"Broyden"}
+    assert all(-1 <= r["cosine"] <= 1 + 1e-12 for r in records)
+    assert all(r["exact_residual"] < 1e-4 for r in records)
+    assert all(r["exact_forward_residual"] < 1e-5 < r["forward_residual"] < 1e-3 for r in records)
+    by = {m: [r for r in records if r["method"] == m] for m in METHODS}
+    for rough, fine in (("GDEQ", "GDEQ refine 2"), ("GDEQ refine 1", "GDEQ refine 4")):
+        for one, other in zip(by[rough], by[fine], strict=True):
+            assert other["relative_error"] < one["relative_error"]
+    assert all(r["cosine"] > 0.99 for r in by["GDEQ refine 4"])
+    assert all(r["cosine"] > 0.999 for r in by["Implicit"])
+    assert "epoch   1  GDEQ refine 4   cosine: median" in said
+    assert "epoch   1  the exact gradient's own residual at most" in said
+    assert all(0.01 < r["spectral_radius"] <= r["spectral_radius_max"] < 1 for r in records)
+    assert len({r["spectral_radius"] for r in records}) == 2  # of each mini-batch
+    assert "epoch   1  spectral radius of ∂f/∂z there at most 0." in said
+    assert "warning" not in said
+    code, said = gdeq("similarity", run, "--epoch", "7")
+    assert code == 1
+    assert "no snapshot of epoch 7; there are [1]" in said
+
+
+def test_similarity_is_with_the_equilibrium_and_not_with_where_the_solver_stops(gdeq, run):
+    """Three steps are too few: an exact backward pass cannot mend that, and it shows."""
+    code, said = gdeq("similarity", run, "--batches", "1", "--batch-size", "4")
+    assert code == 0, said
+    implicit = next(r for r in records_of(run) if r["method"] == "Implicit")
+    assert implicit["adjoint_residual"] < 1e-5
+    assert implicit["forward_residual"] > 1e-3
+    assert implicit["exact_forward_residual"] < 1e-5
+    assert implicit["relative_error"] > 1e-3
+
+
+def test_similarity_knows_the_runs_own_method(run):
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("tolerance: null", "tolerance: 0.25"))
+    found = list(runs.measure_similarity(run, batches=1, batch_size=4))
+    own = found[-1]
+    assert {r["method"] for r in found} == {*METHODS, "GDEQ tolerance 0.25"}
+    assert own["method"] == "GDEQ tolerance 0.25"
+    assert 0 < own["adjoint_residual"] <= 0.25
+
+
+def test_similarity_without_an_exact_gradient_says_so_and_keeps_what_there_was(gdeq, run):
+    small = ["--batches", "1", "--batch-size", "4"]
+    absurd = [*small, "--exact-tol", "1e-12"]
+    code, said = gdeq("similarity", run, *absurd)
+    assert code == 1, said
+    assert "warning: at epoch 1 4 of 4 samples are left out" in said
+    assert "found to 1.0e-12 (--exact-tol).  None is left: raise --exact-tol" in said
+    assert "cosine" not in said.partition("warning")[0]
+    for record in records_of(run):
+        assert (record["solved"], record["cosine"], record["exact_residual"]) == (0, None, None)
+    code, said = gdeq("similarity", run, *small)
+    assert code == 0, said
+    good = records_of(run)
+    code, said = gdeq("similarity", run, *absurd)
+    assert code == 1
+    assert "its earlier records in similarity.jsonl are kept" in said
+    assert records_of(run) == good
+    code, said = gdeq("similarity", run, *small, "--exact-tol", "0.5")
+    assert (code, "is a rough one" in said) == (0, True), said
+
+
+def test_a_partial_loss_is_told(gdeq, run, monkeypatch):
+    real = similarity._exact
+
+    def losing(model, solver, forward, backward, images, labels):
+        found = real(model, solver, forward, backward, images, labels)
+        if solver.max_iter == similarity.EQUILIBRIUM_STEPS:
+            found.taken[0] = False
+        return found
+
+    monkeypatch.setattr(similarity, "_exact", losing)
+    code, said = gdeq("similarity", run, "--batches", "1", "--batch-size", "4")
+    assert code == 0, said
+    assert "1 of 4 samples are left out" in said
+    assert "those of the others, which are the easier ones" in said
+    assert "JFB             cosine with an exact backward pass from where the run's" in said
+    page = report.write([run], run / "page").read_text()
+    assert "those left are the easier ones: 1 of 4 after epoch 1." in page
+
+
+def test_samples_without_an_equilibrium_are_in_neither_gradient(run, monkeypatch):
+    """As if the mini-batch were of the others alone."""
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("max_iter: 3", "max_iter: 12"))
+    model, config, dataset = runs.trained_model(run, epoch=1)
+    images, labels = dataset.train_x[:6].float() / 255, dataset.train_y[:6]
+    images = images.reshape(6, *images.shape[-3:])
+    solver, own = config.solver.build(), {"GDEQ refine 1": GDEQ(refine=1), "JFB": Measured(JFB())}
+    lost = torch.tensor([False, True, False, False, True, False])
+    real = Implicit.cotangent
+
+    def some_lost(self, v, vjp, solution):
+        found = real(self, v, vjp, solution)
+        tight = solution.residual.max() <= 2 * similarity.EQUILIBRIUM_TOL
+        if tight and len(v) == 6:
+            return replace(found, w=torch.where(lost.unsqueeze(1), 0.0, found.w))
+        return found
+
+    monkeypatch.setattr(Implicit, "cotangent", some_lost)
+    all_six = list(similarity._compare(model, solver, 1e-4, own, images, labels))
+    others = list(similarity._compare(model, solver, 1e-4, own, images[~lost], labels[~lost]))
+    for found, expected in zip(all_six, others, strict=True):
+        assert (found["samples"], found["solved"], found["solved_here"]) == (6, 4, 6)
+        assert (expected["samples"], expected["solved"], expected["solved_here"]) == (4, 4, 4)
+        for key in ("cosine", "relative_error"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-3), key
+        radius = expected["spectral_radius_max"]  # power steps from other random vectors
+        assert found["spectral_radius_max"] == pytest.approx(radius, rel=0.02)
+        assert found["relative_error_here"] != pytest.approx(found["relative_error"], rel=1e-3)
+        assert found["exact_residual"] <= 1e-4
+
+
+def test_an_image_that_is_not_finite_is_left_out_of_the_others_gradients(run):
+    model, config, dataset = runs.trained_model(run, epoch=1)
+    images, labels = dataset.train_x[:4].float() / 255, dataset.train_y[:4]
+    images = images.reshape(4, *images.shape[-3:]).clone()
+    solver, own = config.solver.build(), {"GDEQ refine 1": GDEQ(refine=1)}
+    (expected,) = similarity._compare(model, solver, 1e-4, own, images[1:], labels[1:])
+    images[0] = math.nan
+    (found,) = similarity._compare(model, solver, 1e-4, own, images, labels)
+    assert (found["samples"], found["solved"]) == (4, expected["solved"])
+    assert found["cosine"] == pytest.approx(expected["cosine"], rel=1e-4)
+    images[:] = math.nan
+    with pytest.raises(RuntimeError, match="for no image of a mini-batch"):
+        list(similarity._compare(model, solver, 1e-4, own, images, labels))
+
+
+@pytest.mark.parametrize("trained_in", ["tf32", "bf16"])
+def test_similarity_is_in_float32(run, monkeypatch, trained_in):
+    text = (run / "config.yaml").read_text()
+    assert "precision: float32" in text
+    (run / "config.yaml").write_text(text.replace("float32", trained_in))
+
+    def arithmetic():
+        return (
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.allow_tf32,
+            torch.is_autocast_enabled("cpu"),
+        )
+
+    inside, real = set(), similarity.cross_entropy
+
+    def noting(*args, **options):
+        inside.add(arithmetic())
+        return real(*args, **options)
+
+    monkeypatch.setattr(similarity, "cross_entropy", noting)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in runs.measure_similarity(run, batches=2, batch_size=4):
+                assert arithmetic() == ("high", True, True)  # ours again between the records
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert inside == {("highest", False, False)}
+
+
+@pytest.mark.parametrize("solver", ["anderson", "picard"])
+def test_similarity_of_a_run_without_an_inverse(gdeq, run, solver):
+    text = (run / "config.yaml").read_text()
+    text = text.replace("solver:\n  name: broyden", f"solver:\n  name: {solver}")
+    (run / "config.yaml").write_text(
+        text.replace("gradient:\n  name: gdeq", "gradient:\n  name: jfb")
+    )
+    code, said = gdeq("similarity", run, "--batches", "1", "--batch-size", "4")
+    assert code == 0, said
+    assert f"the run's solver, {solver.title()}, leaves no inverse to reuse: for GDEQ it" in said
+    assert "for GDEQ it is solved by Broyden(max_iter=3, tol=0.001" in said
+    assert "epoch 1: mini-batch 1 of 1 is solved, " in said
+    assert "kept in " in said
+    assert "similarity.jsonl" in said
+    used = {r["method"]: r["solver"] for r in records_of(run)}
+    assert used.keys() == METHODS
+    for method, name in used.items():
+        assert name == ("Broyden" if method == "GDEQ" else solver.title())  # refined, from JFB
+
+
+def test_similarity_with_a_batch_larger_than_the_data_set(gdeq, run):
+    code, said = gdeq("similarity", run, "--batch-size", "13")
+    assert code == 1
+    assert "error: --batch-size 13 is larger than the data set (12 samples): lower it" in said
+
+
+def test_similarity_keeps_the_other_epochs(gdeq, run, monkeypatch):
+    first = run / "snapshots/epoch-001.safetensors"
+    (run / "snapshots/epoch-002.safetensors").write_bytes(first.read_bytes())
+    few = ["--batches", "1", "--batch-size", "4"]
+    code, said = gdeq("similarity", run, *few)
+    assert code == 0, said
+    assert "replaced" not in said
+    both = records_of(run)
+    assert [r["epoch"] for r in both] == [1] * len(METHODS) + [2] * len(METHODS)
+    code, said = gdeq("similarity", run, "--epoch", "1", "--batches", "2", "--batch-size", "4")
+    assert code == 0, said
+    assert "epoch 1: its earlier records in similarity.jsonl are replaced" in said
+    assert "epoch 2" not in said
+    now = records_of(run)
+    assert [r["epoch"] for r in now] == [1] * 2 * len(METHODS) + [2] * len(METHODS)
+    assert now[2 * len(METHODS) :] == both[len(METHODS) :]
+    # Stopped within the second epoch: the first is new, the second as it was.
+    real = runs.similarity
+
+    def struck(model, source, solver, batches, epoch, *rest):
+        for record in real(model, source, solver, batches, epoch, *rest):
+            yield record
+            if epoch == 2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "similarity", struck)
+    with pytest.raises(KeyboardInterrupt):
+        list(runs.measure_similarity(run, batches=1, batch_size=4))
+    assert [r["epoch"] for r in records_of(run)] == [r["epoch"] for r in both]
+    assert records_of(run)[len(METHODS) :] == both[len(METHODS) :]
+
+
+@pytest.mark.parametrize("tol", ["0", "-1", "nan", "inf"])
+def test_similarity_needs_a_tolerance(gdeq, run, tol):
+    code, said = gdeq("similarity", run, "--exact-tol", tol)
+    assert code == 1
+    assert f"error: --exact-tol must be above 0, got {tol}" in said
+
+
+def test_compare(gdeq, tmp_path):
+    out = tmp_path / "out"
+    settings = [*TINY, "epochs=1", "solver.max_iter=2", "gradient.max_iter=3"]
+    code, said = gdeq("compare", *settings, "--out", out)
+    assert code == 0, said
+    expected = {
+        f"{g}{p}-seed0" for g in ("implicit", "jfb", "npg", "gdeq") for p in ("", "-pretrained")
+    }
+    made = {p.parent.name for p in out.glob("*/summary.json")}
+    assert made == expected
+    for name in made:
+        summary = json.loads((out / name / "summary.json").read_text())
+        assert summary["gradient"] == name.split("-")[0]
+        assert summary["pretrain"] is ("pretrained" in name)
+        config = configs.load(str(out / name / "config.yaml"))
+        assert config.pretrain_steps == (
+            1 if summary["pretrain"] else 0
+        )  # a fifth of 3, at least 1
+        same = configs.replace(config, gradient__name="gdeq", pretrain_steps=0)
+        assert same == configs.load("digits", settings, runs.GRADIENTS)
+    assert all(word in said for word in ("Implicit", "JFB", "NPG", "GDEQ", "report: "))
+    pages = list(out.glob("*.html"))
+    assert len(pages) == 1
+    assert str(pages[0]) in said  # on one line, however long
+    assert list(out.rglob("*.csv"))
+    # The second call keeps what is finished and goes on with what is not.
+    (out / "jfb-seed0" / "summary.json").unlink()
+    kept = {p: p.stat().st_mtime_ns for p in out.glob("*/summary.json")}
+    code, said = gdeq("compare", *settings, "--out", out)
+    assert code == 0, said
+    assert said.count("finished before, kept") == 7
+    assert (out / "jfb-seed0" / "summary.json").exists()
+    assert all(p.stat().st_mtime_ns == before for p, before in kept.items())
+    code, said = gdeq("compare", *settings, "seed=0", "optimizer.lr=0.5", "--out", out)
+    assert code == 1
+    assert "was made with other settings; choose another --out" in said
+    assert "(optimizer.lr: 0.001 -> 0.5)" in said
+    code, said = gdeq("compare", *settings, "epochs=2", "--no-pretraining", "--out", out)
+    assert code == 1
+    assert "(epochs: 1 -> 2)" in said
+
+
+def test_report(gdeq, run, tmp_path):
+    code, said = gdeq("report", run, "--out", tmp_path / "page")
+    assert code == 0, said
+    assert "GDEQ" in said
+    (page,) = (tmp_path / "page").glob("*.html")
+    assert "http://" not in page.read_text().replace("http://www.w3.org", "")
+
+
+def test_report_of_nothing(gdeq, tmp_path):
+    code, said = gdeq("report", tmp_path / "none", "--out", tmp_path / "page")
+    assert code == 1
+    assert "error: " in said
+
+
+def test_bench_times_every_gradient(gdeq, tmp_path):
+    few = ("--batch", "2", "--forward", "2", "--backward", "2", "--rounds", "1")
+    code, said = gdeq("bench", *few, "--peers", "float32", "--out", tmp_path / "bench")
+    assert code == 0, said
+    found = json.loads((tmp_path / "bench" / "step.json").read_text())
+    names = [f"gdeq: {name}" for name in ("gdeq", "gdeq refine 1", "jfb", "npg", "implicit")]
+    peers = ("implicit", "implicit by a hook", "jfb")
+    names += [f"torchdeq: {peer}, float32" for peer in peers]
+    assert [row["name"] for row in found["rows"]] == names
+    assert all(name in said for name in names)
+    assert all(row["ms"] > 0 for row in found["rows"])
+    assert (tmp_path / "bench" / "step.txt").read_text().strip() in said
+    assert "GDEQ step ÷ (6 evaluations × f)" in said
+    if not torch.cuda.is_available():
+        assert "in a graph" not in said
+    assert " 0 TFLOP/s" not in said
+    assert "FLOP/s of a large matrix product" in said
+
+
+def test_bench_refuses_what_there_is_not(gdeq, tmp_path):
+    code, said = gdeq("bench", "--size", "huge")
+    assert code == 1
+    assert "small" in said
+    for peers in ("foo", "float32,foo", "none,foo"):
+        code, said = gdeq("bench", "--peers", peers)
+        assert code == 1
+        assert "is no precision; write some of float32,tf32,bf16 with commas" in said
+    (tmp_path / "file").write_text("")
+    few = ("--batch", "2", "--forward", "1", "--backward", "1", "--rounds", "1")
+    code, said = gdeq("bench", *few, "--out", tmp_path / "file")
+    assert code == 1
+    assert said == f"error: --out {tmp_path / 'file'} is a file, not a folder: choose another\n"
+    code, said = gdeq("bench", *few, "--out", tmp_path / "file" / "inner")
+    assert code == 1
+    assert f"error: cannot make the folder {tmp_path / 'file' / 'inner'}: Not a directory" in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_bench_without_a_gpu_says_what_to_do(gdeq):
+    code, said = gdeq("bench", "--device", "cuda")
+    assert code == 1
+    assert "PyTorch sees no GPU here; use --device cpu or --device auto" in said
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_bench_on_a_cpu_is_small_and_in_float32_also_where_there_is_a_gpu(monkeypatch, gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    small = benches.default_setup("cpu")
+    assert (small.size, small.precision, small.device) == ("small", "float32", "cpu")
+    assert benches.default_setup() == (benches.Setup() if gpu else small)
+    assert benches.default_setup("cuda:1") == benches.Setup(device="cuda:1")
+
+
+def test_bench_peers():
+    cpu, gpu = benches.Setup(device="cpu"), benches.Setup(device="cuda")
+    assert benches.read_peers(None, cpu) == ("float32",)  # bf16 may be an illegal instruction
+    assert benches.read_peers(None, gpu) == ("float32", "tf32", "bf16")
+    assert benches.read_peers("none", gpu) == benches.read_peers("", gpu) == ()
+    assert benches.read_peers("tf32, float32", cpu) == ("tf32", "float32")
+
+
+@pytest.mark.parametrize(
+    ("precision", "peers", "named"),
+    [
+        ("bf16", (), "float32 for --precision is"),
+        ("float32", ("bf16",), "float32 for --peers is"),
+        ("bf16", ("bf16",), "float32 for --precision and --peers is"),
+        ("float32", None, None),
+    ],
+)
+def test_bench_warns_of_bf16_on_a_cpu_before_it_begins(monkeypatch, precision, peers, named):
+    said = []
+    monkeypatch.setattr(table, "_run", lambda *args: said.append("begun") or {})
+    setup = benches.Setup(precision=precision, device="cpu")
+    benches.run(setup, peers=peers, tell=said.append)
+    assert said.pop() == "begun"
+    assert len(said) == (named is not None)
+    if named:
+        assert said[0].startswith("warning: bf16 on a CPU")
+        assert named in said[0]
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [(12.0, "12.0 "), (4.5e6, "4.5 M"), (85e9, "85.0 G"), (7.9e14, "790.0 T"), (4e15, "4000.0 T")],
+)
+def test_bench_figures_have_a_fitting_prefix(amount, text):
+    assert table.scaled(amount) == text
+
+
+def test_info(gdeq):
+    code, said = gdeq("info")
+    assert code == 0
+    for word in (__version__, torch.__version__, platform.python_version(), "device"):
+        assert word in said
+
+
+def test_info_tells_of_triton_and_torchdeq(gdeq, monkeypatch):
+    shown = {"triton": types.SimpleNamespace(__version__="3.4.5"), "torchdeq": "0.1.2"}
+    monkeypatch.setitem(sys.modules, "triton", shown["triton"])
+    monkeypatch.setattr(folder.metadata, "version", lambda name: shown[name])
+    said = gdeq("info")[1]
+    assert "triton     3.4.5, importable" in said
+    assert "torchdeq   0.1.2" in said
+
+    def missing(name):
+        raise folder.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it could not be imported
+    monkeypatch.setattr(folder.metadata, "version", missing)
+    code, said = gdeq("info")
+    assert code == 0
+    assert "triton     not importable: ModuleNotFoundError" in said
+    assert "torchdeq   not installed" in said
+
+
+def test_data_that_needs_no_download(gdeq, tmp_path):
+    code, said = gdeq("data", "digits", "--data", tmp_path)
+    assert code == 0
+    assert "digits comes with scikit-learn" in said
+
+
+def test_data_unknown(gdeq, tmp_path):
+    code, said = gdeq("data", "cifar11", "--data", tmp_path)
+    assert code == 1
+    assert "did you mean 'cifar10'?" in said
+
+
+def test_version(gdeq):
+    assert gdeq("--version") == (0, f"gdeq {__version__}\n")
+
+
+def test_alternate_is_explained_beside_flip():
+    told = {key: meaning for key, (_, meaning) in meanings().items()}
+    assert "flipped in every second epoch, not by chance" in told["augment.alternate"]
+
+
+def test_help_lists_the_commands(gdeq):
+    code, said = gdeq("--help")
+    assert code == 0
+    assert all(name in said for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_teaches(gdeq, name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    code, said = gdeq(name, "--help")
+    assert code == 0
+    assert len(said.split()) > 10
+    if name in ("evaluate", "similarity"):
+        assert "auto, cpu, cuda or cuda:1 (default: as the run's config.yaml says)" in said
+    if name == "train":
+        for key in ("optimizer.lr", "gradient.name", "--resume", "--dry-run", "torchrun"):
+            assert key in said
+        assert all(preset in said for preset in PRESETS)
+        for key, (default, meaning) in meanings().items():
+            assert f"{key}={default}" in said
+            assert meaning, f"config.py has no comment beside {key}"
+            assert meaning in said
+
+
+@pytest.mark.parametrize(
+    "words", [(name,) for name in COMMANDS] + [("paper", "run"), ("paper", "collect")]
+)
+def test_every_option_says_what_it_is_for(words):
+    command = typer.main.get_command(app)
+    for word in words:
+        command = command.commands[word]
+    silent = [p.name for p in command.params if not p.help]
+    assert silent == []
+    assert command.help
+
+
+def test_help_does_not_wait_for_what_the_commands_need():
+    heavy = [
+        "torch._dynamo",
+        "gdeq.models",
+        "gdeq.lab.training.loop",
+        "gdeq.lab.bench",
+        "gdeq.lab.paper",
+    ]
+    heavy += ["gdeq.lab.report", "matplotlib", "tensorboard", "sklearn"]
+    text = f"import sys, gdeq.lab.cli; sys.exit(' '.join(n for n in {heavy} if n in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", text], check=False, capture_output=True, text=True)
+    assert done.stderr.strip() == ""

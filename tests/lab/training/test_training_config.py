@@ -1,0 +1,324 @@
+"""Settings: presets, files, key=value, and what is written of them; what a dry run says."""
+
+import dataclasses
+import shutil
+
+import pytest
+import torch
+import yaml
+from training_runs import TINY, checkpoints
+
+from gdeq import Broyden
+from gdeq.lab import data as datasets
+from gdeq.lab.training import config as configs
+from gdeq.lab.training import loop, process, runs
+from gdeq.lab.training.building import build_batches
+from gdeq.lab.training.presets import PRESETS
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_every_preset_builds(name):
+    config = configs.load(name)
+    assert config.data in datasets.NAMES
+    shape = {"digits": (1, 8, 8), "fashion-mnist": (1, 28, 28), "cifar10": (3, 32, 32)}[config.data]
+
+    class Like:
+        classes = tuple("0123456789")
+
+    Like.shape = shape
+    with torch.device("meta"):
+        model = loop.build_model(config, Like)
+    assert model.deq.solver == config.solver.build()
+    assert model.deq.gradient == config.gradient.build()
+    if config.model.size == "large":
+        assert 10e6 < sum(p.numel() for p in model.parameters()) < 12e6
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_yaml_round_trip(name, tmp_path):
+    config = configs.load(name, ["optimizer.lr=1e-5", "optimizer.clip=3", "snapshots=[2,3]"])
+    text = yaml.safe_dump(configs.to_dict(config), sort_keys=False)
+    (tmp_path / "own.yaml").write_text(text)
+    assert configs.load(str(tmp_path / "own.yaml")) == config
+    assert configs.from_dict(configs.to_dict(config)) == config
+
+
+def test_an_empty_file_is_the_default(tmp_path):
+    (tmp_path / "own.yaml").write_text("")
+    assert configs.load(str(tmp_path / "own.yaml")) == configs.Config()
+
+
+def test_overrides_lie_on_top_of_a_file(tmp_path):
+    (tmp_path / "own.yaml").write_text("epochs: 7\nsolver: {max_iter: 5, tol: 1e-2}\n")
+    config = configs.load(str(tmp_path / "own.yaml"), ["solver.max_iter=6"])
+    assert (config.epochs, config.solver.max_iter, config.solver.tol) == (7, 6, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("optimizer.lr=1e-3", 1e-3),
+        ("optimizer.lr=2", 2.0),
+        ("optimizer.clip=null", None),
+        ("optimizer.clip=1", 1.0),
+        ("solver.memory=4", 4),
+        ("solver.memory=null", None),
+        ("gradient.tolerance=5e-2", 0.05),
+        ("snapshots=[]", ()),
+        ("snapshots=[3, 4]", (3, 4)),
+        ("augment.flip=true", True),
+        ("checkpoint_seconds=0", 0.0),
+        ("data=cifar10", "cifar10"),
+        (" epochs = 3", 3),
+    ],
+)
+def test_key_value_typing(setting, value):
+    config = configs.load("digits", [setting])
+    for part in setting.split("=")[0].strip().split("."):
+        config = getattr(config, part)
+    assert config == value
+    assert type(config) is type(value)
+
+
+def test_short_names():
+    config = configs.load("digits", ["gradient=npg", "gradient.steps=3", "model=tiny"])
+    assert (config.gradient.name, config.gradient.steps, config.model.size) == ("npg", 3, "tiny")
+    assert configs.load("cifar10", ["solver=anderson", "gradient=jfb"]).solver.max_iter == 18
+
+
+def test_a_preset_is_not_changed_by_its_use():
+    configs.load("cifar10", ["optimizer.lr=0.5", "model.dropout=0"])
+    assert configs.load("cifar10").optimizer.lr == 1e-3
+    assert configs.load("cifar10").model.dropout == 0.25
+
+
+def test_replace():
+    config = configs.replace(configs.load("digits"), gradient__name="jfb", seed=3)
+    assert (config.gradient.name, config.seed, config.epochs) == ("jfb", 3, 20)
+
+
+def test_all_keys_are_settings():
+    settings = configs.to_dict(configs.Config())
+    for key in configs.all_keys():
+        value = settings
+        for part in key.split("."):
+            value = value[part]
+    assert len(configs.all_keys()) == sum(
+        len(v) if isinstance(v, dict) else 1 for v in settings.values()
+    )
+
+
+OTHER_VALUES = {
+    "solver.memory": 3,
+    "solver.step_bits": 8,
+    "gradient.refine": 3,
+    "gradient.tolerance": 0.1,
+    "gradient.max_refine": 3,
+    "gradient.max_iter": 3,
+    "gradient.tol": 0.1,
+    "gradient.solver": "gmres",
+    "gradient.steps": 3,
+    "gradient.damping": 0.25,
+}
+
+
+@pytest.mark.parametrize("key", OTHER_VALUES)
+def test_who_reads_what(key):
+    """The table says what the objects show: they differ where the setting is read."""
+    section, setting = key.split(".")
+    kind, names = {
+        "solver": (configs.SolverConfig, ("broyden", "anderson", "picard")),
+        "gradient": (configs.GradientConfig, ("gdeq", "implicit", "jfb", "npg", "unrolled")),
+    }[section]
+    needed = {"tolerance": 0.1} if setting == "max_refine" else {}
+    readers = [
+        name
+        for name in names
+        if kind(name=name, **needed, **{setting: OTHER_VALUES[key]}).build()
+        != kind(name=name, **needed).build()
+    ]
+    assert set(readers) == set(configs.READ_BY[key])
+    others = set(configs.READ_BY) - set(OTHER_VALUES)
+    assert others == {"optimizer.momentum", "optimizer.scale", "optimizer.adam_lr"}
+
+
+def test_presets_may_hold_what_the_chosen_gradient_does_not_read(tmp_path):
+    """It is there to be switched to; only what is given by hand must be read."""
+    for gradient in ("implicit", "jfb", "npg", "gdeq"):
+        config = configs.load("cifar10-fast", [f"gradient={gradient}"])
+        assert (config.gradient.name, config.gradient.refine) == (gradient, 1)
+    (tmp_path / "own.yaml").write_text("gradient: {name: jfb, refine: 2}\n")
+    assert configs.load(str(tmp_path / "own.yaml"), ["epochs=2"]).gradient.refine == 2
+    # Back to the default, whatever the preset said.
+    assert configs.load("digits", ["gradient.tol=1e-6"]).gradient.tol == 1e-6
+
+
+def test_all_of_the_gradients_of_a_command_count():
+    every = ("implicit", "jfb", "npg", "gdeq")
+    config = configs.load("digits", ["gradient.max_iter=3", "gradient.refine=2"], every)
+    assert (config.gradient.max_iter, config.gradient.refine) == (3, 2)
+    with pytest.raises(configs.ConfigError, match="read by gradient=implicit alone"):
+        configs.load("digits", ["gradient.max_iter=3"], ("jfb", "npg"))
+
+
+# -- dry runs --------------------------------------------------------------------------------------
+
+
+def files(folder):
+    return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_dry_run_tells_what_would_happen(gdeq, tmp_path, monkeypatch, few_images):
+    monkeypatch.chdir(tmp_path)
+    code, said = gdeq("train", *TINY, "epochs=3", "gradient=jfb", "--dry-run")
+    assert code == 0, said
+    assert configs.from_dict(yaml.safe_load(said.split("device: CPU")[0])) == configs.load(
+        "digits", [*TINY, "epochs=3", "gradient=jfb"]
+    )
+    assert "device: CPU (" in said
+    assert "data set: digits is there, 12 train and 21 test images" in said
+    assert "steps: 3 an epoch, 9 in all" in said
+    assert "parameters: 91,514" in said
+    assert "would train into runs/digits-small-jfb-seed0-" in said
+    assert ", a new folder" in said
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "empty").mkdir()
+    code, said = gdeq("train", *TINY, "--run", "empty", "--dry-run")
+    assert code == 0, said
+    assert "would train into empty, which is there and holds nothing yet" in said
+    assert "a new folder" not in said
+
+
+def test_a_dry_run_tells_all_problems_at_once(gdeq, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work")
+    place = ["--data", tmp_path, "--run", tmp_path / "run"]
+    code, said = gdeq("train", "cifar10", "device=cuda:99", *place, "--dry-run")
+    assert code == 1
+    assert said.count("error: ") == 3
+    assert said.rindex("error: ") < said.index("data: cifar10")  # not after a page of settings
+    assert "use device=cpu" in said
+    assert "`gdeq data cifar10" in said
+    assert f"{tmp_path / 'run'} exists already and is left as it is" in said
+    assert "would train" not in said
+
+
+def test_a_dry_run_of_a_resume(gdeq, tmp_path, few_images):
+    (tmp_path / "config.yaml").write_text("epochs: 9\nbatch_size: 4\n")
+    before = files(tmp_path)
+    code, said = gdeq("train", "--resume", tmp_path, "--dry-run", "optimizer.lr=0.5")
+    assert code == 0, said
+    assert "epochs: 9" in said
+    assert "lr: 0.5" in said
+    assert "steps: 3 an epoch, 27 in all" in said
+    assert f"{tmp_path} has no checkpoint yet: would begin at its start" in said
+    code, said = gdeq("train", "--resume", tmp_path, "--dry-run", "seed=3")
+    assert code == 1
+    assert "seed cannot change in the middle of a run" in said
+    code, said = gdeq("train", "digits", "--resume", tmp_path, "--dry-run")
+    assert code == 1
+    assert "--resume takes no preset" in said
+    assert files(tmp_path) == before
+
+
+def test_a_dry_run_names_the_checkpoint(gdeq, tmp_path, reference, few_images):
+    run = tmp_path / "run"
+    shutil.copytree(reference, run)
+    before = files(run)
+    code, said = gdeq("train", "--resume", run, "epochs=3", "--dry-run")
+    assert code == 0, said
+    assert f"would go on in {run} from checkpoint step-000000006.ckpt, at step 6 of 9" in said
+    code, said = gdeq("train", "--resume", run, "--dry-run")
+    assert code == 0, said
+    assert f"{run} is already finished: 2 epochs, test accuracy" in said
+    newest = checkpoints(run)[-1]
+    newest.write_bytes(b"")
+    code, said = gdeq("train", "--resume", run, "epochs=3", "--dry-run")
+    assert code == 0, said
+    assert f"warning: {newest.name} is not a checkpoint" in said
+    assert "from checkpoint step-000000005.ckpt, at step 5 of 9" in said
+    assert files(run) == {**before, newest: b""}
+    text = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(text.replace("size: small", "size: tiny"))
+    code, said = gdeq("train", "--resume", run, "epochs=3", "--dry-run")
+    assert code == 1
+    assert "does not fit its config.yaml" in said
+
+
+def test_a_dry_run_of_a_comparison(gdeq, tmp_path, few_images):
+    out = tmp_path / "table"
+    settings = [*TINY, "epochs=1", "gradient.max_iter=3", "--out", out]
+    code, said = gdeq("compare", *settings, "--dry-run", "--seeds", "2")
+    assert code == 0, said
+    assert said.count(f"missing: would train into {out}/") == 16
+    assert "steps: 3 an epoch, 3 in all" in said
+    assert "parameters: 91,514" in said
+    assert not out.exists()
+    for name in ("jfb", "npg"):
+        wanted = ["epochs=1", "gradient.max_iter=3"]
+        config = configs.load("digits", [*TINY, *wanted], runs.GRADIENTS)
+        runs.train(out / f"{name}-seed0", configs.replace(config, gradient__name=name))
+    (out / "npg-seed0" / "summary.json").unlink()
+    before = files(out)
+    code, said = gdeq("compare", *settings, "--no-pretraining", "--dry-run")
+    assert code == 0, said
+    assert f"missing: would train into {out / 'implicit-seed0'}" in said
+    assert f"finished: would keep {out / 'jfb-seed0'}" in said
+    assert f"half: would go on with {out / 'npg-seed0'}" in said
+    assert "from checkpoint step-000000003.ckpt, at step 3 of 3" in said
+    assert f"missing: would train into {out / 'gdeq-seed0'}" in said
+    (out / "implicit-seed0").mkdir()
+    (out / "implicit-seed0" / "thesis.txt").write_text("years of work")
+    code, said = gdeq("compare", *settings, "optimizer.lr=0.5", "--no-pretraining", "--dry-run")
+    assert code == 1
+    assert f"{out / 'implicit-seed0'} exists already" in said
+    assert f"{out / 'jfb-seed0'} was made with other settings; choose another --out" in said
+    # The run itself says so too, and before it has begun with any of them.
+    code, said = gdeq("compare", *settings, "--no-pretraining")
+    assert code == 1
+    assert f"{out / 'implicit-seed0'} exists already" in said
+    (out / "implicit-seed0" / "thesis.txt").unlink()
+    assert files(out) == before
+
+
+def test_a_dry_run_of_a_comparison_without_its_data(gdeq, tmp_path):
+    place = ["--out", tmp_path / "table", "--data", tmp_path]
+    code, said = gdeq("compare", "cifar10-fast", "device=cpu", *place, "--dry-run")
+    assert code == 1
+    assert said.count(f"missing: would train into {tmp_path / 'table'}/") == 8
+    assert said.count("error: ") == 1
+    assert "`gdeq data cifar10" in said
+
+
+def test_all_settings_of_augmentation_reach_the_batches():
+    settings = {"crop": 2, "flip": True, "cutout": 3, "fill": "reflect"}
+    settings |= {"cutmix": 0.5, "alternate": True}
+    assert settings.keys() == {field.name for field in dataclasses.fields(configs.AugmentConfig)}
+    config = configs.load("digits", [f"augment.{name}={value}" for name, value in settings.items()])
+    me = process.start("cpu")
+    train, test = build_batches(config, datasets.load("digits", None, me.device), me)
+    assert dataclasses.asdict(train.augment) == settings
+    assert test.augment is None
+
+
+def test_steps_in_eight_bits_are_asked_for_where_the_steps_are_fixed():
+    assert configs.load("digits").solver.build().step_bits == 16
+    for preset in ("cifar10-fast", "cifar10-paper"):
+        config = configs.load(preset)
+        assert config.solver.tol == 0
+        expected = Broyden(config.solver.max_iter, 0.0, step_bits=8, stop="whole")
+        assert config.solver.build() == expected
+    for name in ("broyden", "anderson"):
+        with pytest.raises(configs.ConfigError, match="step_bits must be 16 or 8"):
+            configs.load("digits", [f"solver={name}", "solver.step_bits=4"])
+
+
+def test_what_nobody_reads_is_refused():
+    with pytest.raises(configs.ConfigError, match=r"adapt\.backward is read with adapt\.enabled"):
+        configs.load("digits", ["adapt.backward=0.2"])
+    with pytest.raises(configs.ConfigError, match=r"solver\.step_bits is read by solver=broyden"):
+        configs.load("digits", ["solver=anderson", "gradient.refine=1", "solver.step_bits=8"])
+    configs.load("digits", ["adapt.backward=0.3"])  # its default
+    configs.load("digits", ["adapt.backward=0.2", "adapt.enabled=false"])  # switched off by hand
+    configs.load("cifar10-adaptive", ["adapt.backward=0.2"])
+    assert not configs.load("cifar10-adaptive", ["adapt.enabled=false"]).adapt.enabled

@@ -1,0 +1,349 @@
+"""Every mistake has a sentence that says what to do; these tests read it."""
+
+import os
+
+import pytest
+import torch
+from training_runs import TINY
+
+from gdeq.lab.training import config as configs
+from gdeq.lab.training import loop, process, runs
+
+BUILD = loop.build_model
+
+
+def refused(gdeq, *args):
+    code, said = gdeq(*args)
+    assert code == 1, said
+    assert "error: " in said
+    assert "Traceback" not in said
+    return said.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("setting", "nearest"),
+    [
+        ("epoch=3", "epochs"),
+        ("batchsize=3", "batch_size"),
+        ("optimzer.lr=1", "optimizer.lr"),
+        ("augmnt.crp=4", "augment.crop"),
+        ("optimzer=sgd", "optimizer"),
+        ("solvr.zzzz=3", "solver"),
+        ("optimiser.lr=1", "optimizer.lr"),
+        ("solver.maxiter=1", "solver.max_iter"),
+        ("lr=0.1", "optimizer.lr"),
+        ("model.dropuot=0.1", "model.dropout"),
+        ("gradient.refin=1", "gradient.refine"),
+        ("max_refine=1", "gradient.max_refine"),
+    ],
+)
+def test_an_unknown_key_suggests_the_right_one(gdeq, setting, nearest):
+    key = setting.split("=")[0]
+    said = refused(gdeq, "train", setting, "--dry-run")
+    assert f"there is no setting '{key}'" in said
+    assert f"did you mean '{nearest}'?" in said
+    assert "gdeq train --help" in said
+
+
+def test_a_key_like_none_of_its_section(gdeq):
+    said = refused(gdeq, "train", "augment.zzzz=1", "--dry-run")
+    assert "there is no setting 'augment.zzzz'; augment has crop, " in said
+
+
+def test_a_key_like_nothing(gdeq):
+    said = refused(gdeq, "train", "zzzz=3", "--dry-run")
+    assert "there is no setting 'zzzz' (`gdeq train --help`" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("epochs=many", "epochs must be int, got 'many'"),
+        ("epochs=1.5", "epochs must be int, got 1.5"),
+        ("epochs=true", "epochs must be int, got True"),
+        ("epochs=0", "error: epochs must be at least 1, got 0"),
+        ("optimizer.lr=fast", "optimizer.lr must be float, got 'fast'"),
+        ("optimizer.lr=-1", "error: optimizer.lr must be above 0, got -1.0"),
+        ("optimizer.lr=.nan", "error: optimizer.lr must be above 0, got nan"),
+        ("optimizer.clip=big", "optimizer.clip must be float or nothing, got 'big'"),
+        ("augment.flip=1", "augment.flip must be bool, got 1"),
+        ("augment.cutmix=1.5", "augment.cutmix must be at least 0 and at most 1, got 1.5"),
+        ("augment.alternate=true", "augment.alternate says in which epochs images are flipped"),
+        ("augment.alternate=true", "set augment.flip=true, or leave alternate out"),
+        ("snapshots=3", "snapshots must be a list such as [1,10], got 3"),
+        ("snapshots=[0]", "error: snapshots are epochs from 1 on, got (0,)"),
+        ("snapshots=[a]", "snapshots are epochs from 1 on, got ('a',)"),
+        ("solver=newton", "error: solver.name must be 'broyden' or 'anderson' or 'picard'"),
+        ("gradient=foo", "error: gradient.name must be 'gdeq' or 'implicit' or 'jfb' or 'npg' or"),
+        ("model=foo", "error: model.size must be 'small' or 'tiny' or 'large', got 'foo'"),
+        ("optimizer=foo", "error: optimizer.name must be 'adam' or 'sgd' or 'muon', got 'foo'"),
+        ("augment=flip", "augment holds settings, got 'flip'; it has augment.crop, augment.flip"),
+        ("solver.memory=0", "error: solver.memory must be at least 1, got 0"),
+        ("gradient.refine=-1", "error: gradient.refine must be at least 0, got -1"),
+        ("solver=3", "solver holds settings, got 3; it has solver.name, solver.max_iter"),
+        ("epochs.inner=3", "there is no setting 'epochs.inner'"),
+        ("device=tpu", "error: device must be auto, cpu or cuda, got 'tpu'"),
+        ("data=mnist", "error: data must be 'digits'"),
+        ("epochs=[1", "epochs: cannot read the value '[1'"),
+        (
+            "solver=picard",
+            "solver=picard builds none; use solver=broyden, gradient.refine=1 (which",
+        ),
+        ("solver=anderson", "=anderson builds none; use solver=broyden, gradient.refine=1 (which"),
+        (
+            "gradient.tolerance=-1",
+            "error: gradient.tolerance must be above 0 and at most 1, got -1.0",
+        ),
+    ],
+)
+def test_a_value_that_does_not_fit(gdeq, setting, message):
+    assert message in refused(gdeq, "train", setting, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            ["gradient=implicit", "gradient.refine=2"],
+            "gradient.refine is read by gradient=gdeq and gradient=jfb alone, and this is "
+            "gradient=implicit: leave gradient.refine out, or choose gradient=gdeq",
+        ),
+        (["gradient={name: implicit, refine: 2}"], "gradient.refine is read by gradient=gdeq"),
+        (["gradient.tol=1e-3"], "gradient.tol is read by gradient=implicit alone"),
+        (
+            ["gradient.steps=3"],
+            "gradient.steps is read by gradient=npg and gradient=unrolled alone, and this is "
+            "gradient=gdeq",
+        ),
+        (["solver=picard", "gradient=jfb", "solver.memory=3"], "solver.memory is read by"),
+        (["optimizer.momentum=0.5"], "is read by optimizer=sgd and optimizer=muon alone, and this"),
+        (["optimizer.adam_lr=0.5"], "is read by optimizer=muon alone, and this is optimizer=adam"),
+    ],
+)
+def test_a_setting_that_nothing_reads(gdeq, settings, message):
+    assert message in refused(gdeq, "train", *settings, "--dry-run")
+
+
+def test_a_gradient_for_a_command_that_takes_them_all(gdeq):
+    said = refused(gdeq, "compare", "gradient=jfb")
+    assert "takes the gradients implicit, jfb, npg, gdeq in turn; leave gradient=jfb out" in said
+
+
+def test_a_resumed_run_refuses_what_it_does_not_read(gdeq, tmp_path):
+    (tmp_path / "config.yaml").write_text("gradient: {name: implicit, refine: 1}\n")
+    said = refused(gdeq, "train", "--resume", tmp_path, "gradient.refine=2")
+    assert "gradient.refine is read by gradient=gdeq and gradient=jfb alone" in said
+
+
+def test_not_a_setting(gdeq):
+    said = refused(gdeq, "train", "digits", "epochs", "--dry-run")
+    assert "'epochs' is not a setting; write key=value, such as epochs=5" in said
+
+
+def test_a_bad_preset_name(gdeq):
+    said = refused(gdeq, "train", "cifar-10", "--dry-run")
+    presets = "digits, fashion-mnist, cifar10, cifar10-fast, cifar10-paper, cifar10-adaptive"
+    assert f"'cifar-10' is neither a preset ({presets})" in said
+    assert "did you mean 'cifar10'?" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"epochs: [1\n", "is not valid YAML"),
+        (b"\xff\xfe\x00binary", "is not valid YAML"),
+        (b"- 1\n- 2\n", "must hold settings, one 'key: value' a line"),
+        (b"epochz: 1\n", "there is no setting 'epochz'; did you mean 'epochs'?"),
+        (b"solvr:\n  tol: 1\n", "there is no setting 'solvr'; did you mean 'solver'?"),
+        (b"solver:\n  tool: 1\n", "there is no setting 'solver.tool'; did you mean 'solver.tol'?"),
+        (b"model: large\n", "model holds settings, got 'large'"),
+    ],
+)
+def test_an_unreadable_file(gdeq, tmp_path, content, message):
+    path = tmp_path / "own.yaml"
+    path.write_bytes(content)
+    said = refused(gdeq, "train", path, "--dry-run")
+    assert message in said
+    assert "own.yaml" in said or "setting" in message or "holds" in message
+
+
+def test_a_missing_file(gdeq, tmp_path):
+    said = refused(gdeq, "train", tmp_path / "none.yaml", "--dry-run")
+    assert f"cannot read {tmp_path / 'none.yaml'}: No such file" in said
+
+
+def test_a_run_folder_that_exists_is_left_alone(gdeq, tmp_path, few_images):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "thesis.txt").write_text("years of work")
+    said = refused(gdeq, "train", *TINY, "--run", run)
+    assert f"{run} exists already and is left as it is" in said
+    assert "--resume" not in said  # it is no run
+    assert "choose another folder with --run" in said
+    assert [(p.name, p.read_text()) for p in run.iterdir()] == [("thesis.txt", "years of work")]
+
+
+def test_a_run_that_is_there_can_be_continued(gdeq, tmp_path, few_images):
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    said = refused(gdeq, "train", *TINY, "--run", tmp_path)
+    assert f"continue it with `gdeq train --resume {tmp_path}`, or choose another folder" in said
+
+
+def test_a_comparison_names_its_own_option(gdeq, tmp_path, few_images):
+    (tmp_path / "jfb-seed0").mkdir()
+    (tmp_path / "jfb-seed0" / "thesis.txt").write_text("years of work")
+    said = refused(gdeq, "compare", *TINY, "--no-pretraining", "--out", tmp_path)
+    assert "jfb-seed0 exists already" in said
+    assert "choose another folder with --out" in said
+    assert "--run" not in said
+
+
+def test_a_file_where_the_run_folder_should_be(gdeq, tmp_path, few_images):
+    (tmp_path / "file").write_text("")
+    said = refused(gdeq, "train", *TINY, "--run", tmp_path / "file")
+    assert f"{tmp_path / 'file'} exists already and is a file, not a folder" in said
+    assert "--resume" not in said
+    said = refused(gdeq, "train", *TINY, "--run", tmp_path / "file" / "run")
+    assert "cannot make the run folder" in said
+    assert f"{tmp_path / 'file'}: Not a directory" in said
+    dry = refused(gdeq, "train", *TINY, "--run", tmp_path / "file" / "run", "--dry-run")
+    assert dry.startswith(said.strip())  # before the configuration
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_place_where_nothing_may_be_written(gdeq, tmp_path, few_images):
+    tmp_path.chmod(0o500)
+    said = refused(gdeq, "train", *TINY, "--run", tmp_path / "runs" / "one", "--dry-run")
+    tmp_path.chmod(0o700)
+    assert f"cannot make the run folder {tmp_path / 'runs' / 'one'}: " in said
+    assert f"{tmp_path}: Permission denied" in said
+
+
+def test_what_was_killed_before_it_began_may_begin_again(gdeq, tmp_path, few_images):
+    (tmp_path / "config.yaml.part").write_text("epo")
+    code, said = gdeq("train", *TINY, "epochs=1", "--run", tmp_path)
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("command", [["train", "--resume"], ["evaluate"], ["similarity"]])
+def test_a_folder_that_is_no_run(gdeq, tmp_path, command):
+    said = refused(gdeq, *command, tmp_path)
+    assert f"{tmp_path} is not a run folder: it holds no config.yaml" in said
+    assert not list(tmp_path.iterdir())
+    said = refused(gdeq, *command, tmp_path / "none")
+    assert f"error: {tmp_path / 'none'} does not exist" in said
+    (tmp_path / "file").write_text("")
+    said = refused(gdeq, *command, tmp_path / "file")
+    assert f"error: {tmp_path / 'file'} is a file, not a run folder" in said
+
+
+def test_resume_takes_only_settings(gdeq, tmp_path):
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    said = refused(gdeq, "train", "epochs=2", "seeds", "--resume", tmp_path)
+    assert "'seeds' is not a setting" in said
+    for source in ("digits", "own.yaml"):
+        said = refused(gdeq, "train", source, "--resume", tmp_path)
+        assert "--resume takes no preset and no file: the run's own config.yaml counts" in said
+        assert f"leave {source} out" in said
+    said = refused(gdeq, "train", "--resume", tmp_path, "--run", tmp_path / "other")
+    assert "leave --run out" in said
+
+
+@pytest.mark.parametrize(
+    "setting", ["data=cifar10", "batch_size=3", "seed=1", "model=large", "optimizer=sgd", "ema=0.5"]
+)
+def test_what_a_resumed_run_cannot_change(gdeq, tmp_path, setting):
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    said = refused(gdeq, "train", "--resume", tmp_path, setting)
+    assert "cannot change in the middle of a run" in said
+    assert setting.split("=")[0] in said
+    assert (tmp_path / "config.yaml").read_text() == "epochs: 1\n"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(gdeq, tmp_path):
+    said = refused(gdeq, "train", "device=cuda", "--run", tmp_path / "run")
+    assert "device=cuda was asked for, but PyTorch sees no GPU here" in said
+    assert "use device=cpu or device=auto" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["evaluate", "similarity"])
+def test_a_gpu_that_is_not_there_by_option(gdeq, tmp_path, command):
+    """Their advice is the option that they have."""
+    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "epoch-001.safetensors").write_text("")
+    said = refused(gdeq, command, tmp_path, "--device", "cuda")
+    assert "PyTorch sees no GPU here; use --device cpu or --device auto" in said
+    assert "device=" not in said
+    (tmp_path / "config.yaml").write_text("device: cuda\n")
+    assert "use --device cpu" in refused(gdeq, command, tmp_path)
+    said = refused(gdeq, command, tmp_path, "--device", "gpu")
+    assert "there is no device 'gpu': write cpu, cuda or cuda:0; use --device cpu" in said
+
+
+def test_a_gpu_number_that_is_not_there(gdeq, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(process.DeviceError, match="there is no GPU 5: this machine has 2"):
+        process.start("cuda:5")
+    said = refused(gdeq, "train", "device=cuda-x", "--run", tmp_path / "run")
+    assert "there is no device 'cuda-x': write cpu, cuda or cuda:0; use device=cpu" in said
+
+
+def test_a_data_set_that_is_missing(gdeq, tmp_path):
+    said = refused(
+        gdeq, "train", "cifar10", "device=cpu", "--run", tmp_path / "run", "--data", tmp_path
+    )
+    assert "gdeq data cifar10" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_larger_than_the_data_set(gdeq, tmp_path, few_images):
+    said = refused(gdeq, "train", *TINY, "batch_size=500", "--run", tmp_path / "run")
+    assert "batch_size 500 is larger than the data set (12 samples): lower batch_size" in said
+    assert "drop_last" not in said
+    assert not (tmp_path / "run").exists()
+    dry = refused(gdeq, "train", *TINY, "batch_size=500", "--run", tmp_path / "run", "--dry-run")
+    assert "batch_size 500 is larger than the data set (12 samples)" in dry
+
+
+def expanding(config, dataset):
+    """A model whose f has no fixed point within reach."""
+    model = BUILD(config, dataset)
+    for name, parameter in model.deq.cell.named_parameters():
+        if name.endswith("original0"):  # the lengths of the normalised weights
+            parameter.data *= 1000
+    return model
+
+
+def test_a_solver_that_stops_converging_is_told(gdeq, tmp_path, few_images, monkeypatch):
+    code, said = gdeq("train", *TINY, "epochs=1", "--run", tmp_path / "good")
+    assert code == 0
+    assert "warning" not in said
+    monkeypatch.setattr(loop, "build_model", expanding)
+    settings = [*TINY, "epochs=1", "gradient=jfb", "solver=picard"]
+    code, said = gdeq("train", *settings, "--run", tmp_path / "bad")
+    assert code == 0, said  # it may recover: a warning, not an end
+    assert "warning: the solver no longer converges (mean residual" in said
+    assert "at step 1): raise solver.max_iter" in said
+    assert "residual_weight=5" in said
+    # While it is unrolled there is no solver to complain of.
+    code, said = gdeq("train", *settings, "pretrain_steps=3", "--run", tmp_path / "unrolled")
+    assert code == 0
+    assert "the solver no longer converges" not in said
+    assert "warning: all 3 steps are unrolled" in said
+
+
+def test_weights_that_are_missing_or_damaged(gdeq, tmp_path, few_images):
+    run = tmp_path / "run"
+    runs.train(run, configs.load("digits", [*TINY, "epochs=1", "snapshots=[]"]))
+    said = refused(gdeq, "similarity", run)
+    assert f"{run} holds no snapshots; train with snapshots=" in said
+    os.truncate(run / "weights.safetensors", 1000)
+    assert "weights.safetensors is damaged or of another model" in refused(gdeq, "evaluate", run)
+    (run / "weights.safetensors").unlink()
+    said = refused(gdeq, "evaluate", run)
+    assert f"it is not finished; continue it with `gdeq train --resume {run}`" in said

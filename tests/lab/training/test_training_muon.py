@@ -1,0 +1,398 @@
+"""Muon: against an SVD, in stacks of unlike shapes, beside the preset's optimiser, and resumed."""
+
+import copy
+import math
+
+import pytest
+import torch
+import training_runs
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import RICH, TINY, assert_same_run, checkpoints
+
+from gdeq.fast.capture import capture
+from gdeq.lab.training import config as configs
+from gdeq.lab.training import loop, muon, optimization, process, progress, runs
+from gdeq.lab.training.folder import RunFolder
+from gdeq.models.mdeq import mdeq
+from gdeq.regularize import weight_norm
+
+CPU = process.Process(torch.device("cpu"))
+MUON = ["optimizer=muon", "optimizer.lr=0.02", "optimizer.momentum=0.8"]
+
+
+def with_singular_values(values, rows, columns, seed=0):
+    source = torch.Generator().manual_seed(seed)
+    left, _ = torch.linalg.qr(torch.randn(rows, rows, dtype=torch.float64, generator=source))
+    right, _ = torch.linalg.qr(torch.randn(columns, rows, dtype=torch.float64, generator=source))
+    return left, right, left @ torch.diag(values) @ right.T
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 5), (8, 72), (40, 41)])
+def test_newton_schulz_against_an_svd(rows, columns):
+    """In float64: the singular vectors stay, all values from 1 to 1/100 come into the band."""
+    values = torch.logspace(0, -2, rows, dtype=torch.float64) / rows**0.5
+    left, right, matrix = with_singular_values(values, rows, columns)
+    found = muon.orthogonalize(3e-5 * matrix[None])[0]  # whatever its size
+    inner = left.T @ found @ right  # diagonal, if the vectors are kept
+    kept = inner.diagonal()
+    torch.testing.assert_close(inner, torch.diag(kept), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found @ right @ right.T, found, rtol=0, atol=1e-12)
+    assert 0.65 < kept.min() < kept.max() < 1.22
+    # And it is the polynomial that was published.
+    expected = values / values.norm()
+    for _ in range(5):
+        expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
+    torch.testing.assert_close(kept, expected, rtol=1e-9, atol=0)
+
+
+def test_a_random_matrix_and_zeros():
+    source = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 24, 96, dtype=torch.float64, generator=source)
+    x[1] = 0
+    found = muon.orthogonalize(x)
+    values = torch.linalg.svdvals(found[0])
+    assert 0.65 < values.min() < values.max() < 1.22
+    assert not found[1].any()
+
+
+def test_bfloat16_is_near():
+    """What a GPU computes with."""
+    x = torch.randn(1, 24, 96, generator=torch.Generator().manual_seed(3))
+    exact, rounded = muon.orthogonalize(x.double())[0], muon.orthogonalize(x.bfloat16())[0]
+    cosine = nn.functional.cosine_similarity(exact.flatten(), rounded.double().flatten(), dim=0)
+    assert cosine > 0.999
+    assert torch.linalg.svdvals(rounded.double()).max() < 1.25
+
+
+def layers():
+    """A convolution that lies, one that stands, a weight-normalised one, a linear layer."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.Conv2d(8, 16, 3),
+        nn.Conv2d(16, 64, 1),
+        weight_norm(nn.Conv2d(64, 6, 1)),
+        nn.GroupNorm(2, 6),
+        nn.Linear(6, 6),
+        nn.Linear(6, 2),
+    ).double()
+
+
+def give_gradients(model, seed):
+    source = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, dtype=p.dtype, generator=source)
+
+
+def optimizer_of(model, lr=0.1, decay=0.0, **options):
+    inner, outer, rest = muon.split(model)
+    groups = [
+        {"params": inner, "orthogonal": True, "weight_decay": decay},
+        {"params": outer, "weight_decay": decay},
+        {"params": rest},
+    ]
+    return muon.Muon(groups, lr, **options)
+
+
+def test_who_is_orthogonalised():
+    model = layers()
+    names = {p: name for name, p in model.named_parameters()}
+    inner, outer, rest = ([names[p] for p in part] for part in muon.split(model))
+    assert inner == ["1.weight", "2.weight", "3.parametrizations.weight.original1", "5.weight"]
+    assert outer == ["0.weight", "6.weight"]
+    assert len(rest) == len(names) - 6
+    assert "3.parametrizations.weight.original0" in rest
+
+
+@pytest.mark.parametrize("scale", ["shape", "relative"])
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_two_updates_by_hand(scale, pad, channels_last):
+    model = layers()
+    if channels_last:
+        model = nn.Sequential(*[m.to(memory_format=torch.channels_last) for m in model])
+    made = optimizer_of(model, 0.1, 0.5, momentum=0.75, scale=scale, pad=pad)
+    inner, _, _ = muon.split(model)
+    weights = [p.detach().clone() for p in inner]
+    buffers = [torch.zeros_like(p) for p in inner]
+    for seed in (1, 2):
+        give_gradients(model, seed)
+        made.step()
+        for weight, buffer, p in zip(weights, buffers, inner, strict=True):
+            buffer.mul_(0.75).add_(p.grad, alpha=0.25)
+            g = (0.75 * buffer + 0.25 * p.grad).flatten(1)
+            weight.mul_(1 - 0.1 * 0.5)
+            wide = g if len(g) <= g.shape[1] else g.T
+            o = muon.orthogonalize(wide[None])[0]
+            o = (o if wide is g else o.T).reshape(weight.shape)
+            size = math.sqrt(max(1.0, len(g) / g.shape[1]))
+            if scale == "relative":
+                size = (weight.norm() / o.norm()).item()
+            weight.sub_(o, alpha=0.1 * size)
+            torch.testing.assert_close(p.detach(), weight, rtol=1e-9, atol=1e-12)
+
+
+def test_the_rest_is_adam():
+    model = layers()
+    twin = copy.deepcopy(model)
+    _, outer, rest = muon.split(twin)
+    adam = torch.optim.AdamW(
+        [{"params": outer, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}],
+        lr=0.1,
+        betas=(0.9, 0.95),
+    )
+    made = optimizer_of(model, 0.1, 0.5)
+    for seed in (1, 2, 3):
+        give_gradients(model, seed)
+        give_gradients(twin, seed)
+        made.step()
+        adam.step()
+    _, *others = muon.split(model)
+    for found, expected in zip(others[0] + others[1], outer + rest, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_stacks_hold_all_and_each_once():
+    inner, _, _ = muon.split(mdeq("large"))
+    shapes = [tuple(sorted((p.shape[0], p.shape[1:].numel()))) for p in inner]
+    for pad in (False, True):
+        found = muon.stacks(shapes, pad)
+        assert sorted(n for s in found for n in s.members) == list(range(len(shapes)))
+        for stack in found:
+            members = [shapes[n] for n in stack.members]
+            assert stack.rows == max(rows for rows, _ in members)
+            assert stack.columns == max(columns for _, columns in members)
+            assert pad or len(set(members)) == 1
+    assert len(found) < 12 < len(muon.stacks(shapes, False))  # that is what padding is for
+
+
+def test_unlike_matrices_share_a_stack_where_that_is_cheap():
+    inner, _, _ = muon.split(mdeq("large"))
+    shapes = [tuple(sorted((p.shape[0], p.shape[1:].numel()))) for p in inner]
+    alone, shared = (sum(s.flops for s in muon.stacks(shapes, pad)) for pad in (False, True))
+    assert alone < shared < 1.2 * alone
+
+
+@pytest.mark.parametrize("pad", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_momentum_from_a_checkpoint_with_a_tensor_for_each_parameter(pad, channels_last):
+    """As those of before it lay in one piece, and as those of now: it goes on bit for bit."""
+    whole, *others = (layers() for _ in range(3))
+    if channels_last:
+        for model in (whole, *others):
+            for module in model:
+                module.to(memory_format=torch.channels_last)
+    made = optimizer_of(whole, pad=pad)
+    for seed in (1, 2):
+        give_gradients(whole, seed)
+        made.step()
+    saved = copy.deepcopy(made.state_dict())
+    apart = copy.deepcopy(saved)
+    for kept in apart["state"].values():
+        kept.update({name: value.contiguous().clone() for name, value in kept.items()})
+    weights = copy.deepcopy(whole.state_dict())
+    give_gradients(whole, 3)
+    made.step()
+    for model, state in zip(others, (saved, apart), strict=True):
+        model.load_state_dict(weights)
+        again = optimizer_of(model, pad=pad)
+        if state is apart:  # into one that has stepped before
+            give_gradients(model, 9)
+            again.step()
+            model.load_state_dict(weights)
+        again.load_state_dict(state)
+        give_gradients(model, 3)
+        again.step()
+        for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(found, expected)
+            kept, wanted = again.state[found], made.state[expected]
+            assert all(torch.equal(kept[name], wanted[name]) for name in wanted)
+
+
+def test_a_parameter_without_a_gradient_keeps_its_momentum():
+    model, twin = layers(), layers()
+    inner, _, _ = muon.split(model)
+    made, other = optimizer_of(model), optimizer_of(twin)
+    for seed in (1, 2, 3):
+        give_gradients(model, seed)
+        give_gradients(twin, seed)
+        if seed == 2:
+            inner[1].grad = None
+            kept, weight = made.state[inner[1]]["momentum_buffer"].clone(), inner[1].clone()
+        made.step()
+        other.step()
+        if seed == 2:
+            assert torch.equal(made.state[inner[1]]["momentum_buffer"], kept)
+            assert torch.equal(inner[1], weight)
+    skipped = inner[1]
+    for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        same = torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+        assert same == (found is not skipped)
+
+
+def test_a_step_has_no_kernels_for_single_matrices():
+    """Each kernel on a GPU costs about the same, however small the matrix."""
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            out = op(*args, **(kwargs or {}))
+            self.calls += not op.is_view
+            return out
+
+    counts = []
+    for depth in (2, 12):
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(6, 4 + n % 2, 3, 3)) for n in range(2 * depth)]
+        made = muon.Muon([{"params": weights, "orthogonal": True, "weight_decay": 0.1}], 0.1)
+        for p in weights:
+            p.grad = torch.randn_like(p)
+        made.step()
+        with Count() as count:
+            made.step()
+        counts.append(count.calls)
+    assert counts[0] == counts[1]
+
+
+def test_rates_of_the_two_parts(tmp_path, few_images):
+    config = configs.load("digits", [*TINY, *MUON, "optimizer.adam_lr=0.004"])
+    made = loop.Trainer(config, RunFolder(tmp_path), CPU, progress.Silent(), None)
+    assert isinstance(made.optimizer, muon.Muon)
+    optimization.set_rate(made.optimizer, 0.01)
+    assert [g["lr"] for g in made.optimizer.param_groups] == [0.01, 0.002, 0.002]
+    count = sum(len(g["params"]) for g in made.optimizer.param_groups)
+    assert count == len(list(made.model.parameters()))
+    # As on a GPU, in tensors that stay where they are.
+    rates = [torch.tensor(0.0) for _ in range(3)]
+    for group, rate in zip(made.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    before = [p.detach().clone() for p in made.model.parameters()]
+    for _, batch in made.train_batches.epoch(0):
+        made.one_step(*batch)
+    optimization.restore_moments(made.optimizer, copy.deepcopy(made.optimizer.state_dict()))
+    optimization.set_rate(made.optimizer, 0.01)
+    assert [rate.item() for rate in rates] == pytest.approx([0.01, 0.002, 0.002])
+    after = made.model.parameters()
+    assert not any(torch.equal(p, old) for p, old in zip(after, before, strict=True))
+
+
+def test_resumed_bit_for_bit(tmp_path, few_images):
+    settings = [*RICH, *MUON, "optimizer.weight_decay=0.1"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    runs.train(whole, configs.load("digits", settings))
+    seen = []
+
+    class StopError(Exception):
+        pass
+
+    class Stopping(progress.Silent):
+        def step(self, done, figures):
+            seen.append(done)
+            if done == 4:
+                raise StopError
+
+    run = RunFolder.create(cut, configs.load("digits", settings))
+    made = loop.Trainer(run.config(), run, CPU, Stopping(), None)
+    with pytest.raises(StopError):
+        made.fit()
+    assert seen == [1, 2, 3, 4]
+    assert checkpoints(cut)
+    runs.resume(cut)
+    assert_same_run(cut, whole)
+
+
+def test_trains_as_well_as_the_preset(tmp_path):
+    """One epoch of digits, with steps that lower the loss: the preset's are too small by then."""
+    common = ["epochs=1", "device=cpu", "log_every=1000", "solver.max_iter=6"]
+    ours = ["optimizer=muon", "optimizer.lr=0.05", "optimizer.weight_decay=0.1"]
+    losses = {}
+    for name, settings in (("adam", []), ("muon", ours)):
+        place = tmp_path / name
+        runs.train(place, configs.load("digits", [*common, *settings]))
+        losses[name] = training_runs.metrics(place)[-1]["test_loss"]
+    assert losses["muon"] < losses["adam"] - 0.2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("scale", ["shape", "relative"])
+def test_recorded_on_a_gpu(scale):
+    """In bf16 and stacks that are filled up; recorded and not, and near the CPU's float32."""
+    plain, graph = (layers().float().cuda() for _ in range(2))
+    on_cpu = layers().float()
+    rate = torch.tensor(0.1, device="cuda")
+    makers = [optimizer_of(m, rate, 0.5, scale=scale) for m in (plain, graph)]
+    alone = optimizer_of(on_cpu, 0.1, 0.5, scale=scale)
+
+    def update(x):
+        for p in graph.parameters():
+            p.grad = torch.cos(p.detach() * 100 + x)
+        makers[1].step()
+
+    step = capture(update, warmup=2)
+    for number in range(6):
+        for model in (plain, on_cpu):
+            for p in model.parameters():
+                p.grad = torch.cos(p.detach() * 100 + number)
+        makers[0].step()
+        if number == 0:  # later ones drift apart, as gradients follow the weights
+            alone.step()
+            for found, expected in zip(plain.parameters(), on_cpu.parameters(), strict=True):
+                torch.testing.assert_close(found.cpu(), expected, rtol=0.02, atol=0.01)
+        step(torch.tensor(float(number), device="cuda"))
+    assert step.graph is not None
+    for found, expected in zip(graph.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_length_beyond_the_range_makes_no_update():
+    assert torch.equal(muon.orthogonalize(torch.full((1, 4, 6), 3.3e38)), torch.zeros(1, 4, 6))
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-38, 1e-23, 1e-19, 1e-10, 1.0, 1e18, 1e25, 1e36])
+def test_gradients_of_any_size_are_made_orthogonal(size):
+    """In float32, whose squares end at 1e-45 and 3e38."""
+    x = (size * torch.randn(2, 8, 16)).float()
+    found = muon.orthogonalize(x)
+    assert found.isfinite().all()
+    if size >= 1e-38:
+        values = torch.linalg.svdvals(found)
+        assert values.max() < 1.3
+        assert values.min() > 0.2  # less than usual where only a bound of the length is known
+
+
+@pytest.mark.parametrize("scale", ["shape", "relative"])
+def test_a_matrix_without_gradient_stays_what_it_is(scale):
+    """At first, and when its momentum has decayed out of sight."""
+    weight = nn.Parameter(3 * torch.randn(8, 16))
+    optimizer = muon.Muon([{"params": [weight], "orthogonal": True}], 0.01, 0.9, scale=scale)
+    before = weight.detach().clone()
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert torch.equal(weight, before)
+    weight.grad = 1e-3 * torch.randn_like(weight)
+    optimizer.step()
+    weight.grad = torch.zeros_like(weight)
+    for _ in range(1200):
+        optimizer.step()
+    assert weight.isfinite().all()
+
+
+def test_groups_that_muon_cannot_take():
+    matrix, vector = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="'shape' or 'relative', got 'relatve'"):
+        muon.Muon([{"params": [matrix], "orthogonal": True}], 0.1, scale="relatve")
+    with pytest.raises(ValueError, match="without 'orthogonal'"):
+        muon.Muon([{"params": [matrix, vector], "orthogonal": True}], 0.1)
+    given = muon.Muon([{"params": iter([matrix, vector])}], 0.1)  # a generator is read once
+    assert len(given.param_groups[0]["params"]) == 2
+
+
+def test_a_matrix_of_zeros_does_not_stay_one():
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.zeros(4, 6))
+    optimizer = muon.Muon([{"params": [weight], "orthogonal": True}], lr=0.1, scale="relative")
+    weight.grad = torch.randn(4, 6)
+    optimizer.step()
+    assert 0.05 < weight.detach().norm() < 0.2

@@ -1,0 +1,57 @@
+"""bf16 training uses the weights of now, and says what it may cost on a CPU."""
+
+import pytest
+import torch
+from training_runs import TINY
+
+from gdeq.lab.training import config as configs
+from gdeq.lab.training import loop, process, progress
+from gdeq.lab.training.folder import RunFolder
+from gdeq.lab.training.precision import caution
+
+
+@pytest.mark.parametrize("pretrain", [0, 10])
+def test_a_step_sees_the_weights_that_the_last_one_left(few_images, tmp_path, pretrain):
+    """Autocast keeps half-precision copies of weights for as long as it is open: the whole run."""
+    settings = [*TINY, "precision=bf16", f"pretrain_steps={pretrain}", "optimizer.lr=0.1"]
+    config = configs.load("digits", settings)
+    me = process.Process(torch.device("cpu"))
+    trainer = loop.Trainer(config, RunFolder(tmp_path), me, progress.Silent(), None)
+    _, (images, labels) = next(trainer.train_batches.epoch())
+    seen = []
+
+    def note(module, inputs, output):
+        seen.append(output.detach().float())
+
+    with loop.precision(config, me.device):
+        trainer.one_step(images, labels)
+        handle = trainer.model.register_forward_hook(note)
+        trainer.one_step(images, labels)
+        handle.remove()
+    assert len(seen) == 1
+    # The same forward pass with nothing cached, from the weights before the second step.
+    again = loop.Trainer(config, RunFolder(tmp_path), me, progress.Silent(), None)
+    with loop.precision(config, me.device):
+        again.one_step(images, labels)
+    again.set_phase(again.step)
+    with loop.precision(config, me.device):
+        fresh = again.model.train()(images).detach().float()
+    torch.testing.assert_close(seen[0], fresh, rtol=1e-3, atol=1e-3)
+
+
+def test_bf16_on_a_cpu_is_told_before_the_first_step(few_images, tmp_path, gdeq):
+    settings = [*TINY, "epochs=1"]
+    code, said = gdeq("train", *settings, "precision=bf16", "--run", tmp_path / "bf16")
+    assert code == 0, said
+    assert said.count("warning: bf16 on a CPU is slow") == 1
+    assert said.index("bf16 on a CPU") < said.index("step 1/")
+    assert "precision=float32 is the safe choice" in said
+    code, said = gdeq("train", *settings, "--run", tmp_path / "float32")
+    assert code == 0, said
+    assert "on a CPU" not in said
+
+
+def test_bf16_on_a_gpu_needs_no_word():
+    config = configs.load("digits", [*TINY, "precision=bf16"])
+    assert caution(config, torch.device("cuda")) is None
+    assert "float32" in caution(config, torch.device("cpu"))

@@ -1,0 +1,207 @@
+"""Several processes (gloo): the same curve as one at the same global batch."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import PER_EPOCH, RICH, TINY, checkpoints, metrics, steps_seen, wait_until
+
+from gdeq.lab import data as datasets
+from gdeq.lab.training import building, checkpoint, process
+from gdeq.lab.training import config as configs
+from gdeq.models.layers import BatchNorm2d
+
+# float32 sums in another order, through a few updates; a small difference feels it more.
+CURVE = {"loss": 1e-5, "train_loss": 1e-5, "test_loss": 1e-5, "residual": 1e-3}
+COUNTED = ("samples", "accuracy", "train_accuracy", "test_accuracy", "step", "epoch", "lr", "kind")
+# What differs between processes by design, the dropout masks and the penalty's noise, is off.
+SETTINGS = [*TINY, "ema=0.9", "pretrain_steps=2", "augment.crop=1", "optimizer.clip=1"]
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def assert_same_curve(run, alone):
+    found, expected = metrics(run), metrics(alone)
+    assert [r["kind"] for r in found] == [r["kind"] for r in expected]
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for key in COUNTED:
+            assert one.get(key) == other.get(key), (key, one)
+        for key in CURVE.keys() & one.keys():
+            assert one[key] == pytest.approx(other[key], rel=CURVE[key]), (key, one)
+
+
+def start_all(zygote, folder, count, *args):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    return [
+        zygote.start(folder / f"log{r}", *args, **shared, RANK=str(r), LOCAL_RANK=str(r))
+        for r in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, zygote):
+    folder = tmp_path_factory.mktemp("alone")
+    code, said = zygote.run(folder / "log", "train", *SETTINGS, "--run", folder / "run")
+    assert code == 0, said
+    return folder / "run"
+
+
+def test_two_processes_by_torchrun(tmp_path, gdeq):
+    """The real thing: `torchrun -m gdeq train` on all of digits."""
+    settings = "epochs=1 batch_size=478 solver.max_iter=2 log_every=1 snapshots=[1] device=cpu"
+    with tempfile.TemporaryDirectory() as logs:
+        done = subprocess.run(
+            [*TORCHRUN, "--log-dir", logs, "-m", "gdeq", "train", *settings.split()],
+            cwd=tmp_path,  # no --run: the name holds the time, on which both must agree
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    assert done.stdout.count('"test_accuracy"') == 1  # the first process speaks for all
+    assert '"processes": 2' in done.stdout
+    code, said = gdeq("train", *settings.split(), "--run", tmp_path / "alone")
+    assert code == 0, said
+    assert_same_curve(run, tmp_path / "alone")
+
+
+def test_two_processes_with_all_phases(tmp_path, zygote, alone):
+    run = tmp_path / "run"
+    children = start_all(zygote, tmp_path, 2, "train", *SETTINGS, "--run", run)
+    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+    assert_same_curve(run, alone)
+    assert (tmp_path / "log1").read_text() == ""
+
+
+def test_two_processes_mix_over_the_batch_of_both(tmp_path, zygote, few_images, gdeq):
+    """With SGD: Adam makes a rounding of a tiny gradient as large as any other step."""
+    settings = [*TINY, "optimizer=sgd", "augment.flip=true", "augment.alternate=true"]
+    settings += ["augment.cutmix=0.7", "label_smoothing=0.1"]
+    children = start_all(zygote, tmp_path, 2, "train", *settings, "--run", tmp_path / "run")
+    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+    code, said = gdeq("train", *settings, "--run", tmp_path / "alone")
+    assert code == 0, said
+    assert_same_curve(tmp_path / "run", tmp_path / "alone")
+
+
+def test_a_number_of_processes_that_divides_nothing(tmp_path, zygote, few_images, gdeq):
+    """Three: 256, the evaluation's batch, has to give way; each of 21 images counts once."""
+    settings = [*TINY, "epochs=1", "batch_size=6"]
+    children = start_all(zygote, tmp_path, 3, "train", *settings, "--run", tmp_path / "run")
+    assert [c.wait() for c in children] == [0, 0, 0], (tmp_path / "log0").read_text()
+    code, said = gdeq("train", *settings, "--run", tmp_path / "alone")
+    assert code == 0, said
+    assert_same_curve(tmp_path / "run", tmp_path / "alone")
+
+
+def test_stopped_by_a_signal_and_resumed(tmp_path, zygote):
+    """With dropout and the penalty on: each process has a random state of its own."""
+    settings = [*RICH, "epochs=5", "checkpoint_seconds=1000"]
+    runs = [tmp_path / "whole", tmp_path / "broken"]
+    children = start_all(zygote, tmp_path, 2, "train", *settings, "--run", runs[0])
+    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+    children = start_all(zygote, tmp_path, 2, "train", *settings, "--run", runs[1])
+    assert wait_until(lambda: steps_seen(runs[1]) >= 2, children[0])
+    children[1].kill(signal.SIGTERM)  # one hears it, both stop
+    assert [c.wait() for c in children] == [143, 143], (tmp_path / "log0").read_text()
+    step = int(re.search(r"stopped at step (\d+)", (tmp_path / "log0").read_text())[1])
+    assert step < 5 * PER_EPOCH
+    state = checkpoint.read(checkpoints(runs[1])[-1])
+    assert state["step"] == step
+    assert len(state["rng"]) == 2
+    assert not torch.equal(*state["rng"])
+    children = start_all(zygote, tmp_path, 2, "train", "--resume", runs[1])
+    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+    assert metrics(runs[1]) == metrics(runs[0])
+
+
+@pytest.fixture(scope="module")
+def rich_pair(tmp_path_factory, zygote):
+    """Two processes, a checkpoint at every step: the last two are those of steps 5 and 6."""
+    folder = tmp_path_factory.mktemp("pair")
+    children = start_all(zygote, folder, 2, "train", *RICH, "--run", folder / "run")
+    assert [c.wait() for c in children] == [0, 0], (folder / "log0").read_text()
+    return folder / "run"
+
+
+def in_the_middle(run, place):
+    """A copy that will resume in the middle of the second epoch: its newest is damaged."""
+    shutil.copytree(run, place)
+    (place / "summary.json").unlink()
+    newest = checkpoints(place)[-1]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    return newest
+
+
+def test_resumed_in_the_middle_of_an_epoch(tmp_path, zygote, rich_pair):
+    """The epoch's means are those of all processes, and the first one alone sets files aside."""
+    newest = in_the_middle(rich_pair, tmp_path / "run")
+    children = start_all(zygote, tmp_path, 2, "train", "--resume", tmp_path / "run")
+    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+    assert metrics(tmp_path / "run") == metrics(rich_pair)
+    said = (tmp_path / "log0").read_text()
+    assert f"warning: {newest.name} is damaged" in said
+    assert f"the damaged checkpoint is now {newest.name}.damaged" in said
+    assert (tmp_path / "log1").read_text() == ""
+    assert newest.with_name(f"{newest.name}.damaged").is_file()
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_resumed_by_another_number_of_processes(tmp_path, zygote, rich_pair, processes):
+    in_the_middle(rich_pair, tmp_path / "run")
+    children = start_all(zygote, tmp_path, processes, "train", "--resume", tmp_path / "run")
+    assert [c.wait() for c in children] == [0] * processes, (tmp_path / "log0").read_text()
+    found, expected = metrics(tmp_path / "run"), metrics(rich_pair)
+    *steps, epoch = found[PER_EPOCH + 1 :]
+    assert found[:-2] == expected[:-2]
+    # The last step has dropout masks of its own; the mean is still one of all three steps.
+    assert epoch["train_loss"] == pytest.approx(sum(r["loss"] for r in steps) / PER_EPOCH)
+
+
+def test_a_batch_norm_over_several_processes(tmp_path, zygote):
+    settings = [*TINY, "model.outer_norm=batch"]
+    children = start_all(zygote, tmp_path, 2, "train", *settings, "--run", tmp_path / "r")
+    assert [c.wait() for c in children] == [1, 1]
+    said = (tmp_path / "log0").read_text().replace("\n", " ")
+    assert "error: model.outer_norm=batch takes statistics over the whole batch" in said
+    assert "use model.outer_norm=group, or a single process" in said
+    assert not Path(tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(("norm", "processes"), [("batch", 2), ("batch", 1), ("group", 2)])
+def test_batch_norms_on_several_gpus_share_their_statistics(few_images, norm, processes):
+    config = configs.load("digits", [*TINY, f"model.outer_norm={norm}"])
+    model = building.build_model(config, datasets.load("digits"))
+    names = list(model.state_dict())
+    me = process.Process(torch.device("cuda", 0), 0, processes)
+    shared = building.share_batch_statistics(model, config, me)
+    kinds = {type(m) for m in shared.modules()}
+    assert (torch.nn.SyncBatchNorm in kinds) is (norm == "batch" and processes == 2)
+    assert (BatchNorm2d in kinds) is (norm == "batch" and processes == 1)
+    assert list(shared.state_dict()) == names
+
+
+def test_a_batch_that_cannot_be_shared(tmp_path, zygote):
+    children = start_all(
+        zygote, tmp_path, 2, "train", *TINY, "batch_size=5", "--run", tmp_path / "r"
+    )
+    assert [c.wait() for c in children] == [1, 1]
+    said = (tmp_path / "log0").read_text()
+    assert "must be a multiple of their number 2: try 4 or 6" in said
+    assert not Path(tmp_path / "r").exists()

@@ -1,0 +1,706 @@
+"""What one step does: rate, decay, clipping, averaging, the two phases, the Jacobian penalty."""
+
+import copy
+import json
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import training_runs
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn.functional import cross_entropy
+from training_runs import PER_EPOCH, TINY
+
+from gdeq.gradients import GDEQ, Unrolled
+from gdeq.lab import report
+from gdeq.lab.report.runs import read_run
+from gdeq.lab.training import config as configs
+from gdeq.lab.training import loop, optimization, process, progress, records, runs
+from gdeq.lab.training.folder import RunFolder
+from gdeq.lab.training.metrics import Sums
+from gdeq.regularize import VariationalDropout, hold, jacobian_penalty, spectral_radius
+from gdeq.solvers import Broyden
+
+CPU = process.Process(torch.device("cpu"))
+
+
+def rates(*settings, total=10):
+    config = configs.load("digits", [*TINY, "optimizer.lr=2", *settings])
+    return [loop.learning_rate(config, step, total) for step in range(total)]
+
+
+def test_constant_rate():
+    assert rates("optimizer.schedule=constant") == [2.0] * 10
+
+
+def test_cosine_rate():
+    found = rates("optimizer.schedule=cosine", total=4)
+    assert found == pytest.approx([2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5)])
+
+
+def test_one_cycle_rate():
+    found = rates("optimizer.schedule=onecycle", "optimizer.warmup=0.4")
+    rise = [2 * n / 5 for n in (1, 2, 3, 4)]
+    fall = [2 * (1 - n / 6) for n in range(6)]
+    assert found == pytest.approx(rise + fall)
+
+
+def test_cosine_after_a_warm_up():
+    found = rates("optimizer.schedule=cosine", "optimizer.warmup=0.2")
+    assert found[:3] == pytest.approx([2 / 3, 4 / 3, 2])
+    assert found[6] == pytest.approx(1)  # half way from 2 to 10
+    assert all(a > b > 0 for a, b in pairwise(found[2:]))
+
+
+def test_all_warm_up():
+    assert rates("optimizer.warmup=1", total=4) == pytest.approx([0.4, 0.8, 1.2, 1.6])
+
+
+@pytest.fixture
+def trainer(tmp_path, few_images):
+    def make(*settings):
+        config = configs.load("digits", [*TINY, *settings])
+        return loop.Trainer(config, RunFolder(tmp_path), CPU, progress.Silent(), None)
+
+    return make
+
+
+def batches(trainer):
+    return [batch for _, batch in trainer.train_batches.epoch(0)]
+
+
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+def test_weight_decay_spares_biases_and_norms(trainer):
+    made = trainer(
+        "optimizer.weight_decay=0.5", "optimizer=sgd", "optimizer.lr=0.1", "optimizer.momentum=0"
+    )
+    assert isinstance(made.optimizer, torch.optim.SGD)
+    decayed, spared = made.optimizer.param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.5, 0.0)
+    assert all(p.dim() > 1 for p in decayed["params"])
+    assert all(p.dim() == 1 for p in spared["params"])
+    count = len(decayed["params"]) + len(spared["params"])
+    assert count == len(list(made.model.parameters()))
+    before = [p.detach().clone() for p in decayed["params"]]
+    for p in made.model.parameters():
+        p.grad = torch.zeros_like(p)
+    made.optimizer.step()
+    for p, old in zip(decayed["params"], before, strict=True):
+        torch.testing.assert_close(p.detach(), old * (1 - 0.1 * 0.5))
+
+
+def test_options_of_the_optimiser_may_change_on_resume(trainer):
+    made = trainer("optimizer.weight_decay=0.5")
+    made.one_step(*batches(made)[0])
+    state = made.state()
+    again = trainer("optimizer.weight_decay=0.1")
+    again.restore(state)
+    assert again.optimizer.param_groups[0]["weight_decay"] == 0.1
+    first = next(iter(again.optimizer.state.values()))
+    assert first["step"] == 1
+    assert first["exp_avg"].abs().sum() > 0
+
+
+def test_gradients_are_clipped(trainer):
+    settings = ["optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=0.5"]
+    settings += ["optimizer.schedule=constant"]
+    for clip, expected in (("1e-3", 0.5e-3), ("null", None)):
+        made = trainer(*settings, f"optimizer.clip={clip}")
+        before = flat(made.model)
+        made.one_step(*batches(made)[0])
+        moved = (flat(made.model).double() - before.double()).norm().item()
+        if expected:
+            assert moved == pytest.approx(expected, rel=0.02)  # float32 near 1 takes the rest
+        else:
+            assert moved > 0.05
+
+
+def test_averaged_weights(trainer):
+    made = trainer("ema=0.4")
+    expected = flat(made.model)
+    start = flat(made.average.model)
+    assert torch.equal(start, expected)
+    for number, batch in enumerate(batches(made), start=1):
+        made.one_step(*batch)
+        decay = min(0.4, (1 + number) / (10 + number))
+        expected = decay * expected + (1 - decay) * flat(made.model)
+        torch.testing.assert_close(flat(made.average.model), expected)
+    assert not torch.equal(flat(made.average.model), flat(made.model))
+    # They are what is evaluated, and what is written.
+    by_average = made.evaluate()
+    made.model.load_state_dict(made.average.model.state_dict())
+    made.average = None
+    assert made.evaluate() == by_average
+
+
+def test_averaged_statistics_of_a_batch_norm(trainer):
+    made = trainer("ema=0.4", "model.outer_norm=batch")
+    norm, kept = (m.stem[1] for m in (made.model, made.average.model))
+    assert isinstance(norm, torch.nn.BatchNorm2d)
+    expected = kept.running_var.clone()
+    for number, batch in enumerate(batches(made), start=1):
+        made.one_step(*batch)
+        decay = min(0.4, (1 + number) / (10 + number))
+        expected = decay * expected + (1 - decay) * norm.running_var
+        torch.testing.assert_close(kept.running_var, expected)
+        assert kept.num_batches_tracked == norm.num_batches_tracked == number  # a whole number
+    assert not torch.allclose(kept.running_var, norm.running_var, rtol=1e-4)
+
+
+def test_average_whose_share_is_a_tensor(trainer):
+    """As it is on a GPU."""
+    found = []
+    for share in (0.0, torch.zeros(())):
+        made = trainer("ema=0.4", "model.outer_norm=batch")
+        made.average.share = share
+        for batch in batches(made):
+            made.one_step(*batch)
+        assert type(made.average.share) is type(share)
+        found.append(made.average.model.state_dict())
+    assert share.item() == pytest.approx(1 - 4 / 13)
+    torch.testing.assert_close(*found)
+
+
+# -- tensors that a recorded step finds again ------------------------------------------------------
+
+
+def test_sums_stay_in_one_tensor(trainer):
+    made = trainer("epochs=3")
+    values = made.sums.values
+    made.fit()  # through the ends of epochs
+    other = trainer()
+    other.one_step(*batches(other)[0])
+    made.restore(other.state())
+    assert made.sums.values is values
+    assert torch.equal(values, other.sums.values)
+    assert values[0, 0] == training_runs.BATCH
+
+
+def test_nothing_of_the_process_group_outlives_the_training(trainer):
+    made = trainer("epochs=1")
+    made.wrapped = torch.nn.Sequential(made.model)  # in the place of DistributedDataParallel
+    made.fit()
+    assert made.wrapped is made.model
+
+
+def test_rate_that_is_a_tensor():
+    """As it is on a GPU: written in place, and kept through a restore."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    rate = torch.tensor(0.5)
+    made = torch.optim.SGD([{"params": [weight], "lr": rate}], momentum=0.9)
+    optimization.set_rate(made, 0.25)
+    weight.grad = torch.ones(3)
+    made.step()
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.75))
+    optimization.restore_moments(made, copy.deepcopy(made.state_dict()))
+    optimization.set_rate(made, 0.125)
+    assert made.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.125
+    assert made.state[weight]["momentum_buffer"].tolist() == [1.0] * 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["adam", "sgd", "muon"])
+def test_an_update_on_a_gpu_asks_the_host_nothing(tmp_path, name):
+    config = configs.load("digits", [*TINY, "device=cuda", f"optimizer={name}", "ema=0.9"])
+    gpu = process.Process(torch.device("cuda", 0))
+    made = loop.Trainer(config, RunFolder(tmp_path), gpu, progress.Silent(), None)
+    _, (images, labels) = next(made.train_batches.epoch(0))
+    made.one_step(images, labels)
+    rates = [group["lr"] for group in made.optimizer.param_groups]
+    assert len({rate.data_ptr() for rate in rates}) == (3 if name == "muon" else 2)
+    assert all(rate.is_cuda for rate in rates)
+    assert made.average.share.is_cuda
+    logits = torch.zeros(len(labels), 10, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made._prepare(1)
+        torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1.0)
+        made.optimizer.step()
+        made.sums.add(logits, labels, logits.sum(), made.model)
+        made.average.update()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert rates[0].item() == pytest.approx(loop.learning_rate(config, 1, made.total))
+    made.restore(made.state())
+    assert [group["lr"] for group in made.optimizer.param_groups] == rates
+    made.one_step(images, labels)
+    assert math.isfinite(made.sums.read(gpu)["loss"])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_sums_by_hand(trainer, backward):
+    made = trainer("gradient.name=gdeq", f"gradient.refine={int(backward)}")
+    expected = torch.zeros(11, dtype=torch.float64)
+    for images, labels in batches(made):
+        made.one_step(images, labels)
+        made.sums.clear()
+        made.sums.look()
+        solution, count = made.model.deq.solution, len(labels)
+        logits, loss = torch.randn(count, 10), torch.rand(())
+        assert (solution.record.residual is not None) == backward
+        found = [float(x) for x in solution.record.residual] if backward else []
+        errors, batch_error = [], 0.0
+        if backward:
+            assert (solution.record.error < 1).all()
+            solution.record.error[0] = torch.inf  # as of a w that was not taken
+            errors = [min(1.0, float(x)) for x in solution.record.error]
+            larger = [min(1.0, max(x, y)) for x, y in zip(errors, found, strict=True)]
+            larger[0] = min(1.0, found[0])  # all that is known of it
+            solution.record.length[1] *= 3.0  # so that the weights matter
+            lengths = [float(x) for x in solution.record.length]
+            products = [a * b for a, b in zip(lengths, larger, strict=True)]
+            batch_error = sum(products) / sum(lengths)
+            assert batch_error != pytest.approx(sum(larger) / count, rel=1e-3)
+        expected += torch.tensor(
+            [
+                count,
+                count * loss.item(),
+                sum(row.argmax() == label for row, label in zip(logits, labels, strict=True)),
+                sum(float(x) for x in solution.residual),
+                sum(float(x) for x in solution.steps),
+                sum(found),
+                len(found),
+                sum(errors),
+                len(errors),
+                batch_error * count,
+                len(errors),
+            ],
+            dtype=torch.float64,
+        )
+        made.sums.add(logits, labels, loss, made.model)
+        made.sums.add(logits, labels, loss, made.model)
+        for values in made.sums.values:
+            torch.testing.assert_close(values, 2 * expected, rtol=1e-12, atol=0)
+        expected.zero_()
+
+
+def test_accuracy_counts_the_class_with_the_largest_share(trainer):
+    made = trainer()
+    images, labels = batches(made)[0]
+    made.one_step(images, labels)
+    made.sums.clear()
+    shares = torch.tensor([[0.4, 0.6, 0.0], [0.7, 0.0, 0.3], [0.0, 0.0, 1.0], [0.1, 0.9, 0.0]])
+    named = torch.nn.functional.one_hot(torch.tensor([1, 2, 2, 0]), 3).float()
+    made.sums.add(named, shares, torch.zeros(()), made.model)
+    assert made.sums.read(CPU)["accuracy"] == 50
+
+
+def test_the_loss_of_mixed_images_is_the_mixture_of_two(trainer):
+    settings = ["label_smoothing=0.2", "batch_size=12", "pretrain_steps=1"]
+    ((_, labels),) = batches(trainer(*settings))
+    made = trainer(*settings, "augment.cutmix=1")
+    ((images, shares),) = batches(made)
+    other = labels.roll(-1)
+    two = labels != other
+    kept = shares.gather(1, labels[:, None])[:, 0]  # 1 where both are of one class
+    assert two.sum() > 6
+    assert (kept[two] < 1).sum() > 4
+    model = copy.deepcopy(made.model).train()
+    model.deq.solver, model.deq.gradient = None, Unrolled(made.config.pretrain_layers)
+    scores = model(images).detach().log_softmax(1).double()
+
+    def smoothed(named):  # (b,)
+        return -0.8 * scores.gather(1, named[:, None])[:, 0] - 0.2 * scores.mean(1)
+
+    expected = (kept * smoothed(labels) + (1 - kept) * smoothed(other)).mean().item()
+    made.one_step(images, shares)
+    assert made.sums.read(CPU)["loss"] == pytest.approx(expected, rel=1e-6)
+    assert abs(smoothed(labels).mean().item() - expected) > 1e-3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_steps_on_mixed_images_are_recorded(tmp_path):
+    gpu, losses = process.Process(torch.device("cuda", 0)), []
+    for graph in ("true", "false"):
+        settings = ["device=cuda", "epochs=1", "batch_size=128", "label_smoothing=0.1"]
+        settings += [f"graph={graph}", "augment.cutmix=0.8", "solver.tol=0"]
+        config = configs.load("digits", [*TINY, *settings])
+        made = loop.Trainer(config, RunFolder(tmp_path), gpu, progress.Silent(), None)
+        for batch in batches(made):
+            made.one_step(*batch)
+        losses.append(made.sums.read(gpu)["loss"])
+        recorded = list(made.recordings.kept.values())
+        assert all(one.graph is not None for one in recorded)
+        assert bool(recorded) == (graph == "true")
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+def test_the_next_batch_is_made_before_a_step_is_waited_for(trainer, monkeypatch):
+    made = trainer("epochs=1", "log_every=1")
+    seen = []
+    source, step, read = made.train_batches.epoch, made.one_step, made.sums.read
+
+    def epoch(*args, **kwargs):
+        for at, batch in source(*args, **kwargs):
+            seen.append(f"batch {at}")
+            yield at, batch
+
+    def one_step(*batch):
+        seen.append("step")
+        step(*batch)
+
+    def reading(*args, since_mark=False):
+        seen.extend(["read"] * since_mark)
+        return read(*args, since_mark)
+
+    monkeypatch.setattr(made.train_batches, "epoch", epoch)
+    monkeypatch.setattr(made, "one_step", one_step)
+    monkeypatch.setattr(made.sums, "read", reading)
+    made._epoch(0, 0)
+    expected = ["batch 0"]
+    for at in range(PER_EPOCH):
+        expected += ["step", f"batch {at + 1}", "read"]
+    expected.remove(f"batch {PER_EPOCH}")
+    assert seen == expected
+
+
+def test_first_unrolled_then_in_equilibrium(trainer):
+    made = trainer("pretrain_steps=2", "pretrain_layers=3", "gradient.refine=1")
+    seen = []
+    for batch in batches(made):
+        made.one_step(*batch)
+        seen.append((made.model.deq.solver, made.model.deq.gradient))
+    deep = (None, Unrolled(3))
+    assert seen == [deep, deep, (Broyden(3, tol=1e-3, stop="whole"), GDEQ(refine=1))]
+
+
+def test_pretraining_is_an_unrolled_network(trainer):
+    """The logged loss of the first step is that of the cell applied so many times by hand."""
+    made = trainer("pretrain_steps=1", "pretrain_layers=3")
+    images, labels = batches(made)[0]
+    model = copy.deepcopy(made.model).train()
+    model.deq.solver, model.deq.gradient = None, Unrolled(3)
+    expected = cross_entropy(model(images), labels).item()
+    made.one_step(images, labels)
+    assert made.sums.read(CPU)["loss"] == pytest.approx(expected, rel=1e-6)
+    other = copy.deepcopy(model)
+    other.deq.gradient = Unrolled(1)
+    assert abs(cross_entropy(other(images), labels).item() - expected) > 1e-4
+
+
+def test_jacobian_penalty_is_in_the_objective(trainer):
+    settings = ["optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=1"]
+    settings += ["optimizer.schedule=constant", "jacobian_weight=0.7", "jacobian_every=2"]
+    made = trainer(*settings)
+    images, labels = batches(made)[0]
+    model = copy.deepcopy(made.model).train()
+    torch.manual_seed(5)
+    loss = cross_entropy(model(images), labels)
+    injection, z = model.stem(images), model.deq.solution.z
+    with hold(model.deq.cell):
+        penalty = jacobian_penalty(lambda z: model.deq.cell(z, injection), z)
+    (loss + 0.7 * penalty).backward()
+    expected = flat(model) - torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.manual_seed(5)
+    made.one_step(images, labels)
+    torch.testing.assert_close(flat(made.model), expected, rtol=1e-5, atol=1e-6)
+    assert penalty.item() > 1e-3
+    # What is logged is the loss alone; and step 1 of 0, 1, 2 goes without the penalty.
+    assert made.sums.read(CPU)["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    made._penalty = None
+    made.one_step(images, labels)
+
+
+def test_jacobian_penalty_is_on_the_f_that_was_solved(trainer, monkeypatch):
+    """One injection, one mask for each dropout: the forward pass and the penalty share them."""
+    made = trainer("jacobian_weight=1", "jacobian_every=1", "model.dropout=0.5")
+    masks, injections, seen = [], [], []
+    draw, penalty = VariationalDropout._draw, loop.jacobian_penalty
+
+    def counted(*args):
+        masks.append(draw(*args))
+        return masks[-1]
+
+    def watched(f, z, **options):
+        # At the solver's z its f has the solver's residual, and another f would not.
+        with torch.no_grad():
+            fz, z_flat = (torch.cat([t.flatten(1) for t in parts], 1) for parts in (f(z), z))
+        size = torch.maximum(fz.norm(dim=1), z_flat.norm(dim=1))
+        seen.append(((fz - z_flat).norm(dim=1) / size, made.model.deq.solution.residual))
+        return penalty(f, z, **options)
+
+    monkeypatch.setattr(VariationalDropout, "_draw", counted)
+    monkeypatch.setattr(loop, "jacobian_penalty", watched)
+    made.model.stem.register_forward_hook(lambda *_: injections.append(1))
+    made.one_step(*batches(made)[0])
+    assert len(injections) == 1
+    assert len(masks) == sum(isinstance(m, VariationalDropout) for m in made.model.modules())
+    ((found, expected),) = seen
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    made.one_step(*batches(made)[1])
+    assert not torch.equal(masks[0], masks[len(masks) // 2])  # but each step has its own
+
+
+def test_tests_can_be_seldom(tmp_path, few_images, monkeypatch):
+    settings = [*TINY, "epochs=5", "test_every=2"]
+    tested, real = [], loop.Trainer.evaluate
+    monkeypatch.setattr(
+        loop.Trainer, "evaluate", lambda made: tested.append(made.step // PER_EPOCH) or real(made)
+    )
+    told = runs.train(tmp_path / "run", configs.load("digits", settings))
+    assert tested == [2, 4, 5]  # the last one always
+    run = read_run(tmp_path / "run")
+    accuracies = [epoch["test_accuracy"] for epoch in run.epochs]
+    assert [a is not None for a in accuracies] == [False, True, False, True, True]
+    assert told["test_accuracy"] == run.accuracy == accuracies[-1]
+    report.write([run.path], tmp_path / "page")
+    (run.path / "summary.json").unlink()
+    lines = (run.path / "metrics.jsonl").read_text().splitlines()
+    ends = [n for n, line in enumerate(lines) if json.loads(line)["kind"] == "epoch"]
+    (run.path / "metrics.jsonl").write_text("\n".join(lines[: ends[2] + 1]) + "\n")
+    assert read_run(run.path).accuracy == accuracies[1]  # stopped after the third
+
+
+def test_no_jacobian_penalty_in_pretraining(trainer, monkeypatch):
+    made = trainer("jacobian_weight=1", "jacobian_every=1", "pretrain_steps=2")
+    real, at = loop.jacobian_penalty, []
+
+    def noted(*args, **options):
+        at.append(made.step)
+        return real(*args, **options)
+
+    monkeypatch.setattr(loop, "jacobian_penalty", noted)
+    for batch in batches(made):
+        made.one_step(*batch)
+    assert at == [2]
+
+
+@pytest.mark.parametrize("step", ["null", "0.1"])  # exactly, by differences
+def test_jacobian_penalty_holds_the_spectral_radius_down(trainer, step):
+    def radius(weight):
+        made = trainer(
+            f"jacobian_weight={weight}",
+            "jacobian_every=1",
+            f"jacobian_step={step}",
+            "optimizer.lr=1e-2",
+        )
+        for _ in range(4):
+            for batch in batches(made):
+                made.one_step(*batch)
+        images, _ = batches(made)[0]
+        model = made.model.eval()
+        with torch.no_grad():
+            model(images)
+            injection = model.stem(images)
+        source = torch.Generator().manual_seed(0)
+        found = spectral_radius(
+            lambda z: model.deq.cell(z, injection), model.deq.solution.z, 20, source
+        )
+        return found.mean().item()
+
+    assert radius(20.0) < 0.8 * radius(0.0)
+
+
+def test_residual_penalty_is_in_the_objective(trainer):
+    settings = ["optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=1", "solver.max_iter=2"]
+    settings += ["optimizer.schedule=constant", "residual_weight=0.7", "residual_every=2"]
+    made = trainer(*settings, "solver.tol=0")
+    images, labels = batches(made)[0]
+    model = copy.deepcopy(made.model).train()
+    torch.manual_seed(5)
+    loss = cross_entropy(model(images), labels)
+    injection, z = model.stem(images), tuple(part.detach() for part in model.deq.solution.z)
+    with hold(model.deq.cell):
+        fz = model.deq.cell(z, injection)
+    apart, size = (
+        sum(part.square().flatten(1).sum(1) for part in parts)
+        for parts in ([a - b for a, b in zip(fz, z, strict=True)], z)
+    )
+    penalty = (apart / size).mean()
+    (loss + 0.7 * penalty).backward()
+    expected = flat(model) - torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.manual_seed(5)
+    made.one_step(images, labels)
+    torch.testing.assert_close(flat(made.model), expected, rtol=1e-5, atol=1e-6)
+    assert penalty.item() > 1e-3
+    assert made.sums.read(CPU)["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    made._penalty = None  # step 1 of 0, 1, 2 goes without
+    made.one_step(images, labels)
+
+
+def test_residual_penalty_leaves_f_an_equilibrium(trainer):
+    """Two steps, at a rate at which f would lose it."""
+
+    def residual(weight):
+        made = trainer(
+            f"residual_weight={weight}", "residual_every=1", "solver.max_iter=2", "solver.tol=0",
+            "optimizer.lr=1e-2",
+        )  # fmt: skip
+        for _ in range(6):
+            for batch in batches(made):
+                made.one_step(*batch)
+        model = made.model.eval()
+        with torch.no_grad():
+            model(batches(made)[0][0])
+        return model.deq.solution.residual.mean().item()
+
+    assert residual(10.0) < 0.5 * residual(0.0)
+
+
+def test_summary(tmp_path, few_images):
+    config = configs.load("digits", [*TINY, "pretrain_steps=1", "seed=3", "gradient=jfb"])
+    told = runs.train(tmp_path / "run", config)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert told == summary
+    lines = training_runs.metrics(tmp_path / "run", timing=True)
+    epochs = [r for r in lines if r["kind"] == "epoch"]
+    assert [r["epoch"] for r in epochs] == [1, 2]
+    right = summary["test_accuracy"] / 100 * training_runs.TEST_IMAGES
+    assert right == pytest.approx(round(right))  # per cent of whole images
+    assert summary["test_accuracy"] == epochs[-1]["test_accuracy"]
+    assert (summary["epochs"], summary["seed"], summary["gradient"]) == (2, 3, "jfb")
+    assert summary["pretrain"] is True
+    assert summary["steps"] == 2 * PER_EPOCH
+    times = sorted(r["ms"] for r in lines if r["kind"] == "step" and r["step"] > 1)
+    assert summary["ms_per_step"] == times[len(times) // 2]  # without the one of pre-training
+    assert summary["train_seconds"] == epochs[-1]["seconds"] > 0
+    assert summary["device"].startswith("CPU")
+    assert list((tmp_path / "run").glob("events.out.tfevents*"))
+    losses = [r["loss"] for r in lines if r["kind"] == "step"]
+    assert epochs[0]["train_loss"] == pytest.approx(sum(losses[:PER_EPOCH]) / PER_EPOCH)
+
+
+def test_milliseconds_are_those_after_pretraining():
+    config = configs.load("digits", [*TINY, "batch_size=4", "pretrain_steps=5"])
+
+    def line(step, steps, ms):
+        return {"kind": "step", "step": step, "samples": 4 * steps, "ms": ms}
+
+    unrolled = [line(2, 2, 1.0), line(4, 2, 1.0), line(6, 2, 2.0)]  # the last one: half of it
+    solved = [line(7, 1, 9.0), line(9, 2, 7.0), line(11, 2, 8.0)]
+    epoch = {"kind": "epoch", "step": 11}
+    assert records.ms_per_step([*unrolled, epoch, *solved], config) == 8.0
+    assert records.ms_per_step(unrolled, config) == 1.0  # there is nothing else
+    assert records.ms_per_step([epoch], config) is None
+
+
+@pytest.mark.parametrize("gradient", ["gradient=jfb", "gradient=gdeq"])
+def test_a_backward_residual_that_is_not_measured_is_null(tmp_path, few_images, gradient):
+    runs.train(tmp_path / "run", configs.load("digits", [*TINY, "epochs=1", gradient]))
+    lines = training_runs.metrics(tmp_path / "run")
+    assert len(lines) == PER_EPOCH + 1
+    assert all(line["backward_residual"] is None for line in lines)
+    told = EventAccumulator(str(tmp_path / "run")).Reload().Tags()["scalars"]
+    assert {"step/residual", "epoch/residual"} <= set(told)
+    assert not [name for name in told if "backward" in name]
+
+
+def test_a_backward_residual_is_the_mean_of_what_was_measured(tmp_path, few_images):
+    """The first step is unrolled: it does not count as an exact one, nor spoil the rest."""
+    settings = [*TINY, "epochs=1", "gradient.refine=1", "pretrain_steps=1"]
+    runs.train(tmp_path / "run", configs.load("digits", settings))
+    *steps, epoch = (line["backward_residual"] for line in training_runs.metrics(tmp_path / "run"))
+    assert steps[0] is None
+    assert all(value > 0 for value in steps[1:])
+    assert epoch == pytest.approx(sum(steps[1:]) / (PER_EPOCH - 1))
+    told = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert len(told.Scalars("step/backward_residual")) == PER_EPOCH - 1
+
+
+# -- a solver that no longer converges -------------------------------------------------------------
+
+
+class Heard(progress.Silent):
+    def __init__(self):
+        self.texts = []
+
+    def say(self, text):
+        self.texts.append(text)
+
+
+def warned(trainer, residuals, *settings, samples=training_runs.BATCH):
+    """The steps at which it warns, when each line of the log tells this mean residual."""
+    made = trainer(*settings)
+    made.progress = Heard()
+    told = []
+    for made.step, residual in enumerate(residuals, start=1):
+        epoch = (made.step - 1) // PER_EPOCH
+        made._log(epoch, {"loss": 1.0, "residual": residual, "samples": samples})
+        told += [made.step] * len(made.progress.texts)
+        made.progress.texts.clear()
+    return told
+
+
+def test_a_solver_that_does_not_converge_is_told_once_an_epoch(trainer):
+    assert warned(trainer, [0.09] * 3) == []
+    assert warned(trainer, [0.2] * 9) == [1, 4, 7]
+    assert warned(trainer, [0.01, 0.2, 0.3, 0.01, 0.01, 0.11]) == [2, 6]
+    assert warned(trainer, [0.4] * 3, "solver.tol=5e-2") == []
+    assert warned(trainer, [0.6] * 3, "solver.tol=5e-2") == [1]
+
+
+def test_a_fixed_number_of_steps_that_leads_nowhere_is_told_once(trainer):
+    assert warned(trainer, [0.29] * 6, "solver.tol=0") == []
+    assert warned(trainer, [0.1, 0.2, 0.31, 0.2, 0.9, 0.9, 0.9], "solver.tol=0") == [3]
+
+
+def test_where_convergence_is_not_asked_for_nothing_is_said(trainer):
+    assert warned(trainer, [0.9] * 6, "gradient=unrolled") == []
+    assert warned(trainer, [0.9] * 6, "pretrain_steps=6") == []
+    assert warned(trainer, [0.9] * 6, "pretrain_steps=4") == [5]
+    # A line about three steps, of which one was unrolled, is left alone.
+    assert warned(trainer, [0.9] * 6, "pretrain_steps=1", samples=3 * training_runs.BATCH) == [4]
+
+
+def test_summary_of_a_run_shorter_than_a_log_window(tmp_path, few_images):
+    config = configs.load("digits", [*TINY, "epochs=1", "log_every=100"])
+    assert runs.train(tmp_path / "run", config)["ms_per_step"] > 0
+    assert [r["kind"] for r in training_runs.metrics(tmp_path / "run")] == ["epoch"]
+
+
+def test_bf16_trains(tmp_path, few_images):
+    config = configs.load("digits", [*TINY, "epochs=1", "precision=bf16"])
+    runs.train(tmp_path / "run", config)
+    assert all(math.isfinite(r["train_loss"]) for r in training_runs.metrics(tmp_path / "run")[-1:])
+
+
+def test_the_residual_is_measured_at_every_so_many_steps(trainer):
+    """What is left out changes nothing else."""
+    results = []
+    for every in (1, 2):
+        made = trainer(f"measure_every={every}", "gradient.refine=1", "solver.tol=0")
+        batch = next(iter(made.train_batches.epoch(0)))[1]
+        seen = []
+        for _ in range(4):
+            made.one_step(*batch)
+            seen.append(made.model.deq.solution.backward.residual is not None)
+        results.append([parameter.detach().clone() for parameter in made.model.parameters()])
+        assert seen == [every == 1 or step in (0, 3) for step in range(4)]
+        assert made.sums.read(CPU)["backward_residual"] > 0
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 10])
+def test_measured_steps_have_all_phases_of_a_penalty(trainer, every):
+    made = trainer(f"measure_every={every}", "gradient.refine=1", "solver.tol=0")
+    seen = []
+    for step in range(300):
+        made._prepare(step)
+        if made.measured:
+            seen.append(step)
+    assert len(seen) == pytest.approx(300 / every, abs=2)
+    assert max(b - a for a, b in pairwise(seen)) <= every + (every > 1)
+    assert {step % 5 for step in seen} == set(range(5))
+
+
+def test_a_number_that_is_not_finite_is_in_its_own_window_alone():
+    sums = Sums(torch.device("cpu"))
+    found = []
+    for step in range(12):
+        if step % 6 == 0:
+            sums.clear()
+        backward = math.inf if step == 2 else 0.5
+        sums.values[:, :] += torch.tensor([1.0, 1, 1, 0.1, 4, backward, 1, 0.0, 0, 0.5, 1])
+        if step % 4 == 3:
+            found.append(sums.read_since_look(CPU)["backward_residual"])
+            sums.look()
+            sums.mark()
+    assert found == [math.inf, 0.5, 0.5]
+    assert sums.read(CPU)["backward_residual"] == 0.5
+    assert sums.read_since_look(CPU) is None  # nothing was measured since
