@@ -1,4 +1,4 @@
-.PHONY: setup test lint types unit demo bench clean
+.PHONY: setup test test-gpu lint types unit demo bench clean
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -17,12 +17,17 @@ test: lint types unit
 lint: setup
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/lint-imports
 
 types: setup
 	$(BIN)/mypy
 
 unit: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The tests that run on a GPU, on a machine that has one.
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu
 
 # The small MDEQ on digits with all four gradients: a table and a page.
 demo: setup

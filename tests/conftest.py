@@ -1,5 +1,11 @@
 import gc
 import os
+import sys
+from pathlib import Path
+
+# Test files are imported by path, so that folders may hold files of one name, as in the source;
+# what tests share is imported by name from wherever it lies.
+sys.path += sorted({str(path.parent) for path in Path(__file__).parent.rglob("*.py")})
 
 # Some virtual machines announce AMX and then refuse it: PyTorch's bf16 layers die there with an
 # illegal instruction.  Must be set before torch is loaded.
@@ -20,6 +26,14 @@ make_quicker()
 
 settings.register_profile("gdeq", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("gdeq")
+
+
+def pytest_collection_modifyitems(items):
+    """Marks the variants on a GPU, so that ``pytest -m gpu`` runs just these."""
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        if given.get("device") == "cuda":
+            item.add_marker(pytest.mark.gpu)
 
 
 def pytest_collection_finish():

@@ -1,4 +1,4 @@
-"""Fewer combinations than all, where kernels run in Triton's interpreter."""
+"""Fewer combinations than all: each takes time in Triton's interpreter, or to be compiled."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any
 
-import torch
-
 
 def pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Rows with one of each, in which any two values of two choices meet at least once.
-
-    All combinations on a GPU: there they cost nothing.
-    """
-    if torch.cuda.is_available():
-        return list(product(*choices))
+    """Rows with one of each, in which any two values of two choices meet at least once."""
     rows = list(product(*(range(len(values)) for values in choices)))
 
     def met(row: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:

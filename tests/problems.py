@@ -328,44 +328,58 @@ def watched(f: Callable[[State], State]) -> tuple[Callable[[State], State], list
     return watching, seen
 
 
-def secant_inverse(g: Root, iterates: list[Tensor]) -> Tensor:  # (d,) each -> (d, d)
+def secant_inverse(
+    g: Root,
+    iterates: list[Tensor],  # (d,) each
+    w: Tensor | None = None,  # (d,)
+    image: Tensor | None = None,  # (d,)
+) -> Tensor:  # (d, d)
     """H ≈ (J − I)⁻¹ of the last ten secants, by the formula of `gdeq.secants`.
 
-    The ridge of each is 0.2, and more the further z has gone since, beside half its length.
+    The ridge of each is 0.2, and more the further z has gone since, beside half its length.  Once
+    image = (I − J)ᵀw is known, also the less the secant fits it, beside 0.02.
     """
     s = torch.stack([b - a for a, b in pairwise(iterates)][-10:], dim=1)  # (d, secants)
     y = torch.stack([g(b) - g(a) for a, b in pairwise(iterates)][-10:], dim=1)
-    far = s.norm(dim=0).flip(0).cumsum(0).flip(0)
+    far, size = s.norm(dim=0).flip(0).cumsum(0).flip(0), y.norm(dim=0)
     ridge = 0.2**2 * (1 + (far / (0.5 * iterates[-1].norm())) ** 2)
-    size = y.norm(dim=0)
+    if w is not None:
+        ridge += 0.2**2 * ((s.T @ image + y.T @ w) / (0.02 * size * w.norm())) ** 2
     t, y = (s + y) / size, y / size
     return -torch.eye(len(s)).to(s) + t @ torch.linalg.solve(y.T @ y + torch.diag(ridge), y.T)
 
 
-def refined_cotangent(A: Tensor, P: Tensor, v: Tensor, refine: int) -> Tensor:  # -> (d,)
+def refined_cotangent(
+    A: Tensor, P: Tensor, v: Tensor, refine: int, tested: Tensor | None = None
+) -> Tensor:  # -> (d,)
     """Broyden's method on v − Aw from 0 and the inverse −P: w = Pv is its first step.
 
     The factor by which the last step is longer than q, Broyden's step without an update, is bounded
     by 1.5 times the one of smallest residual, or 1.5.
+
+    tested: takes the place of P once the first VJP is known.
     """
-
-    def g(w: Tensor) -> Tensor:
-        return v - A @ w
-
-    w, inverse = paper_broyden(g, torch.zeros_like(v), refine, inverse=-P)
-    step = -inverse @ g(w)
-    if refine:
-        before, older = paper_broyden(g, torch.zeros_like(v), refine - 1, inverse=-P)
-        q, y = -older @ g(w), g(before) - g(w)
-        most = 1.5 * max(1.0, float((g(before) @ y).abs() / (y @ y)))
-        step = q * (step @ q / (q @ q)).clamp(-most, most)
-    return w + step
+    w, P = P @ v, P if tested is None else tested
+    step, before = w, v
+    for left in reversed(range(refine)):
+        r = v - A @ w
+        q, y, squared = P @ r, before - r, step @ step
+        factor = squared / (squared - step @ q)
+        if left == 0:
+            most = 1.5 * max(1.0, float((before @ y).abs() / (y @ y)))
+            factor = factor.clamp(-most, most)
+        P = P + torch.outer(factor * q, step @ P) / squared
+        w, step, before = w + factor * q, factor * q, r
+    return w
 
 
 def adaptive_cotangent(
     A: Tensor, P: Tensor, v: Tensor, tolerance: float, max_refine: int
 ) -> tuple[Tensor, bool]:
-    """w, and whether it is JFB's because the best refined one is worse and above the tolerance."""
+    """w, and whether it is JFB's because the best refined one is worse and above the tolerance.
+
+    JFB's is v, or the multiple of smallest residual where that of v is above 1.
+    """
 
     def residual(w: Tensor) -> float:
         return ((v - A @ w).norm() / v.norm()).item()
@@ -376,6 +390,7 @@ def adaptive_cotangent(
         best = w if residual(w) < residual(best) else best
         if residual(w) <= tolerance:
             return w, False
-    if residual(best) > residual(v):
-        return v, True
+    share = (v @ A @ v / (A @ v).square().sum()).clamp(0, 1) if residual(v) > 1 else 1.0
+    if residual(best) > residual(share * v):
+        return share * v, True
     return best, False

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import gdeq
-from gdeq import Status
+from cells import F64
+from gdeq import GDEQ, GMRES, JFB, NPG, Anderson, Broyden, Implicit, Picard, Status
 
 D = 8
 
@@ -40,10 +41,10 @@ REGULAR = [0, 1, 2, 3, 4, 5, 6, SOLVED]
 
 def family(device) -> Family:
     make = torch.Generator().manual_seed(11)
-    W = torch.randn(KINDS, D, D, generator=make, dtype=torch.float64)
+    W = torch.randn(KINDS, D, D, generator=make, dtype=F64)
     W = W / torch.linalg.matrix_norm(W, 2)[:, None, None]
-    W = W * torch.tensor(NORMS, dtype=torch.float64)[:, None, None]
-    x = torch.randn(KINDS, D, generator=make, dtype=torch.float64)
+    W = W * torch.tensor(NORMS, dtype=F64)[:, None, None]
+    x = torch.randn(KINDS, D, generator=make, dtype=F64)
     x[NAN_X, 3] = float("nan")
     W[NAN_W, 2, 2] = float("nan")
     x[SOLVED] = 0.0  # z = 0 solves it
@@ -52,10 +53,10 @@ def family(device) -> Family:
 
 
 def batches() -> list[list[int]]:
-    """All kinds in order and backwards, random subsets in random order, and repeated samples."""
+    """All kinds backwards, random subsets in random order, and repeated samples."""
     make = torch.Generator().manual_seed(3)
-    found = [list(range(KINDS)), list(range(KINDS))[::-1]]
-    for size in (2, 3, 5, 8, KINDS, KINDS):
+    found = [list(range(KINDS))[::-1]]
+    for size in (3, 8):
         found.append(torch.randperm(KINDS, generator=make)[:size].tolist())
     found.append(torch.randint(KINDS, (40,), generator=make).tolist())
     found.append([2, 2, NAN_X, 2])
@@ -63,24 +64,31 @@ def batches() -> list[list[int]]:
 
 
 SOLVERS = {
-    "broyden": gdeq.Broyden(max_iter=60, tol=1e-9),
-    "broyden-memory": gdeq.Broyden(max_iter=60, tol=1e-9, memory=3),
-    "broyden-line-search": gdeq.Broyden(max_iter=60, tol=1e-9, line_search=3),
-    "broyden-max-step": gdeq.Broyden(max_iter=60, tol=1e-9, max_step=0.3),
-    "broyden-seldom": gdeq.Broyden(max_iter=60, tol=1e-9, check_every=7),
-    "broyden-exactly": gdeq.Broyden(max_iter=9, tol=0.0),
-    "broyden-unfinished": gdeq.Broyden(max_iter=4, tol=1e-9, memory=2),
-    "anderson": gdeq.Anderson(max_iter=60, tol=1e-9),
-    "anderson-exactly": gdeq.Anderson(max_iter=6, tol=0.0),
-    "picard": gdeq.Picard(max_iter=60, tol=1e-9),
-    "picard-damped": gdeq.Picard(max_iter=60, tol=1e-9, damping=0.7),
+    "broyden": Broyden(max_iter=60, tol=1e-9),
+    "broyden-memory": Broyden(max_iter=60, tol=1e-9, memory=3),
+    "broyden-line-search": Broyden(max_iter=60, tol=1e-9, line_search=3),
+    "broyden-max-step": Broyden(max_iter=60, tol=1e-9, max_step=0.3),
+    "broyden-seldom": Broyden(max_iter=60, tol=1e-9, check_every=7),
+    "broyden-exactly": Broyden(max_iter=9, tol=0.0),
+    "broyden-unfinished": Broyden(max_iter=4, tol=1e-9, memory=2),
+    "anderson": Anderson(max_iter=60, tol=1e-9),
+    "anderson-exactly": Anderson(max_iter=6, tol=0.0),
+    "picard": Picard(max_iter=60, tol=1e-9),
+    "picard-damped": Picard(max_iter=60, tol=1e-9, damping=0.7),
+}
+CLOSE = {
+    "steps": {},
+    "codes": {},
+    "converged": {},
+    "z": {"rtol": 1e-7, "atol": 1e-9},
+    "residual": {"rtol": 1e-5, "atol": 1e-9, "equal_nan": True},
 }
 
 
 @pytest.mark.parametrize("name", SOLVERS)
 def test_a_sample_is_solved_alike_alone_and_in_any_batch(name, device):
     solver, all_kinds = SOLVERS[name], family(device)
-    z0 = torch.zeros(1, D, dtype=torch.float64, device=device)
+    z0 = torch.zeros(1, D, dtype=F64, device=device)
     alone = [gdeq.solve(all_kinds.pick([kind]), z0, solver) for kind in range(KINDS)]
     if solver.tol > 0 and solver.max_iter == 60:
         assert alone[NAN_X].status == alone[NAN_W].status == [Status.NONFINITE_START]
@@ -88,40 +96,26 @@ def test_a_sample_is_solved_alike_alone_and_in_any_batch(name, device):
         assert len({int(one.steps) for one in alone}) > 4  # the kinds do differ
     for batch in batches():
         together = gdeq.solve(all_kinds.pick(batch), z0.expand(len(batch), D), solver)
-        for name_, close in [
-            ("steps", {}),
-            ("codes", {}),
-            ("converged", {}),
-            ("z", {"rtol": 1e-7, "atol": 1e-9}),
-            ("residual", {"rtol": 1e-5, "atol": 1e-9, "equal_nan": True}),
-        ]:
-            expected = torch.cat([getattr(alone[kind], name_) for kind in batch])
-            torch.testing.assert_close(getattr(together, name_), expected, **close)
+        for field, close in CLOSE.items():
+            expected = torch.cat([getattr(alone[kind], field) for kind in batch])
+            torch.testing.assert_close(getattr(together, field), expected, **close)
         for place, kind in enumerate(batch):
             trace = alone[kind].trace[:, 0]
             ours = together.trace[: len(trace), place]
             torch.testing.assert_close(ours, trace, rtol=1e-4, atol=1e-9, equal_nan=True)
+            first = batch.index(kind)  # the same sample, the same bits
+            assert torch.equal(together.z[place], together.z[first])
         if together.inverse is not None:
             expected = torch.cat([alone[kind].inverse.as_matrix() for kind in batch])
             ours = together.inverse.as_matrix()
             torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", SOLVERS)
-def test_the_same_sample_gives_the_same_answer_in_every_place(name, device):
-    solver, batch = SOLVERS[name], [3, 1, 3, NAN_X, 3, 5, 3]
-    z0 = torch.zeros(len(batch), D, dtype=torch.float64, device=device)
-    solution = gdeq.solve(family(device).pick(batch), z0, solver)
-    for place in (2, 4, 6):
-        assert torch.equal(solution.z[place], solution.z[0])
-        assert torch.equal(solution.residual[place], solution.residual[0])
-
-
 def test_each_sample_has_its_own_start(device):
     """Permuting the batch permutes the answer, starts included."""
     picked = family(device).pick(REGULAR)
     make = torch.Generator().manual_seed(5)
-    z0 = torch.randn(len(REGULAR), D, generator=make, dtype=torch.float64).to(device)
+    z0 = torch.randn(len(REGULAR), D, generator=make, dtype=F64).to(device)
     order = torch.randperm(len(REGULAR), generator=make).tolist()
     for solver in SOLVERS.values():
         plain = gdeq.solve(picked, z0, solver)
@@ -132,29 +126,26 @@ def test_each_sample_has_its_own_start(device):
 
 # --- gradients ------------------------------------------------------------------------------------
 
-FORWARD = gdeq.Broyden(max_iter=60, tol=1e-9)
-ROUGH = gdeq.Broyden(max_iter=4, tol=1e-9)
+FORWARD = Broyden(max_iter=60, tol=1e-9)
+ROUGH = Broyden(max_iter=4, tol=1e-9)
 GRADIENTS = {
-    "implicit": (FORWARD, gdeq.Implicit(gdeq.Broyden(max_iter=60, tol=1e-9))),
-    "implicit-first-order": (FORWARD, gdeq.Implicit(double_backward=False)),
-    "implicit-anderson": (FORWARD, gdeq.Implicit(gdeq.Anderson(max_iter=40, tol=1e-7))),
-    "implicit-picard": (FORWARD, gdeq.Implicit(gdeq.Picard(max_iter=40, tol=1e-7))),
-    "implicit-gmres": (FORWARD, gdeq.Implicit(gdeq.GMRES(max_iter=12, tol=1e-9))),
-    "implicit-truncated": (FORWARD, gdeq.Implicit(gdeq.Broyden(max_iter=3, tol=0.0))),
-    "implicit-preconditioned": (ROUGH, gdeq.Implicit(precondition=True)),
-    "gmres-preconditioned": (
-        ROUGH,
-        gdeq.Implicit(gdeq.GMRES(max_iter=12, tol=1e-9), precondition=True),
-    ),
-    "jfb": (FORWARD, gdeq.JFB()),
-    "npg": (FORWARD, gdeq.NPG()),
-    "gdeq": (FORWARD, gdeq.GDEQ()),
-    "gdeq-rough": (ROUGH, gdeq.GDEQ()),
-    "gdeq-refine-1": (ROUGH, gdeq.GDEQ(refine=1)),
-    "gdeq-refine-4": (ROUGH, gdeq.GDEQ(refine=4)),
-    "gdeq-tolerance": (ROUGH, gdeq.GDEQ(tolerance=1e-3)),
-    "gdeq-tolerance-missed": (ROUGH, gdeq.GDEQ(tolerance=1e-6, max_refine=2)),
-    "measured": (ROUGH, gdeq.Measured(gdeq.GDEQ())),
+    "implicit": (FORWARD, Implicit(Broyden(max_iter=60, tol=1e-9))),
+    "implicit-first-order": (FORWARD, Implicit(double_backward=False)),
+    "implicit-anderson": (FORWARD, Implicit(Anderson(max_iter=40, tol=1e-7))),
+    "implicit-picard": (FORWARD, Implicit(Picard(max_iter=40, tol=1e-7))),
+    "implicit-gmres": (FORWARD, Implicit(GMRES(max_iter=12, tol=1e-9))),
+    "implicit-truncated": (FORWARD, Implicit(Broyden(max_iter=3, tol=0.0))),
+    "implicit-preconditioned": (ROUGH, Implicit(precondition=True)),
+    "gmres-preconditioned": (ROUGH, Implicit(GMRES(max_iter=12, tol=1e-9), precondition=True)),
+    "jfb": (FORWARD, JFB()),
+    "npg": (FORWARD, NPG()),
+    "gdeq": (FORWARD, GDEQ()),
+    "gdeq-rough": (ROUGH, GDEQ()),
+    "gdeq-refine-1": (ROUGH, GDEQ(refine=1)),
+    "gdeq-refine-4": (ROUGH, GDEQ(refine=4)),
+    "gdeq-tolerance": (ROUGH, GDEQ(tolerance=1e-3)),
+    "gdeq-tolerance-missed": (ROUGH, GDEQ(tolerance=1e-6, max_refine=2)),
+    "measured": (ROUGH, gdeq.Measured(GDEQ())),
     "unrolled": (FORWARD, gdeq.Unrolled(steps=3, damping=0.8)),
 }
 
@@ -165,7 +156,7 @@ def backward(picked: Family, rows: list[int], solver, gradient):
     z0 = torch.zeros_like(x, requires_grad=False)
     solution = gdeq.fixed_point(picked, z0, solver=solver, gradient=gradient)
     make = torch.Generator().manual_seed(7)
-    weights = torch.randn(KINDS, D, generator=make, dtype=torch.float64).to(x.device)
+    weights = torch.randn(KINDS, D, generator=make, dtype=F64).to(x.device)
     (solution.z * weights[rows]).sum().backward()
     return x.grad, solution.backward
 
@@ -190,10 +181,6 @@ def test_a_sample_has_the_same_gradient_alone_and_in_any_batch(name, device):
                 ours = getattr(record, field)[places]
                 expected = torch.cat([getattr(one[1], field) for one in theirs])
                 torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-9)
-
-
-def test_what_the_gradients_are_asked_differs_between_samples(device):
-    """The suite above compares something: some samples meet the tolerance, others do not."""
-    solver, gradient = GRADIENTS["gdeq-tolerance-missed"]
-    _, record = backward(family(device).pick(REGULAR), REGULAR, solver, gradient)
-    assert 0 < int(record.converged.sum()) < len(REGULAR)
+    if name == "gdeq-tolerance-missed":  # this compares something
+        met = torch.cat([alone[kind][1].converged for kind in REGULAR])
+        assert 0 < int(met.sum()) < len(REGULAR)

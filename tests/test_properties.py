@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -86,10 +85,9 @@ class Coupled:
 
     factor: the norm of its linear part.
     kind: "tanh" is bounded, "affine" is not.
-    bad: what ``sample`` is given from call ``call`` on (1 is the first).
     """
 
-    def __init__(self, z0, factor: float, kind: str, seed: int, *, sample=0, call=0, bad=math.nan):
+    def __init__(self, z0, factor: float, kind: str, seed: int, fault=None):
         parts, self.spec = pytree.tree_flatten(z0)
         self.sizes = [math.prod(part.shape[1:]) for part in parts]
         d = sum(self.sizes)
@@ -97,16 +95,15 @@ class Coupled:
         W = torch.randn(d, d, generator=make, dtype=torch.float64)
         self.W = factor * W / torch.linalg.matrix_norm(W, 2) if d else W
         self.x = torch.randn(len(parts[0]), d, generator=make, dtype=torch.float64)
-        self.kind, self.sample, self.call, self.bad = kind, sample, call, bad
-        self.calls = 0
+        self.kind, self.fault, self.calls = kind, fault, 0
 
     def __call__(self, z):
         self.calls += 1
         parts = pytree.tree_leaves(z)
         out = joined(z) @ self.W.T + self.x
         out = torch.tanh(out) if self.kind == "tanh" else out
-        if self.call and self.calls >= self.call and len(out):
-            out[self.sample % len(out)] = self.bad
+        if self.fault and self.calls >= self.fault.call and len(out):
+            out[self.fault.sample % len(out)] = self.fault.bad
         pieces = out.split(self.sizes, 1)
         made = [
             piece.reshape(part.shape).to(part.dtype)
@@ -115,18 +112,12 @@ class Coupled:
         return pytree.tree_unflatten(made, self.spec)
 
 
-def assert_same_form(z, z0) -> None:
-    ours, spec = pytree.tree_flatten(z)
-    theirs, expected = pytree.tree_flatten(z0)
-    assert spec == expected
-    for a, b in zip(ours, theirs, strict=True):
-        assert (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-
-
 def assert_consistent(solution: gdeq.Solution, z0, solver: gdeq.Solver, f) -> None:
     """What holds for every solution, good or bad."""
     batch = len(pytree.tree_leaves(z0)[0])
-    assert_same_form(solution.z, z0)
+    ours, theirs = (pytree.tree_flatten(state) for state in (solution.z, z0))
+    assert ours[1] == theirs[1]
+    assert [(a.shape, a.dtype) for a in ours[0]] == [(b.shape, b.dtype) for b in theirs[0]]
     for name in ("converged", "residual", "steps", "codes"):
         assert getattr(solution, name).shape == (batch,), name
     assert all(torch.isfinite(leaf).all() for leaf in pytree.tree_leaves(solution.z))
@@ -169,25 +160,10 @@ def assert_truly_converged(solution: gdeq.Solution, f, solver: gdeq.Solver) -> N
 # --- properties -----------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
-@given(
-    structure=structures,
-    batch=st.integers(0, 4),
-    solver=solvers,
-    factor=factors,
-    kind=st.sampled_from(["tanh", "affine"]),
-    seed=seeds,
-)
-def test_any_state_any_solver_any_contraction(structure, batch, solver, factor, kind, seed):
-    z0 = build(structure, batch, seed)
-    f = Coupled(z0, factor, kind, seed)
-    solution = gdeq.solve(f, z0, solver)
-    assert_consistent(solution, z0, solver, f)
-    assert_truly_converged(solution, f, solver)
-
-
 @dataclass(frozen=True)
 class Fault:
+    """From call ``call`` on (1 is the first) this sample is given something bad."""
+
     sample: int
     call: int
     bad: float
@@ -204,54 +180,33 @@ faults = st.builds(
 @settings(max_examples=150)
 @given(
     structure=structures,
-    batch=st.integers(1, 4),
+    batch=st.integers(0, 4),
     solver=solvers,
     factor=factors,
     kind=st.sampled_from(["tanh", "affine"]),
-    fault=faults,
+    fault=st.none() | faults,
     seed=seeds,
 )
-def test_nan_in_one_sample_is_contained(structure, batch, solver, factor, kind, fault, seed):
+def test_any_state_any_solver_any_map(structure, batch, solver, factor, kind, fault, seed):
     z0 = build(structure, batch, seed)
-    good = Coupled(z0, factor, kind, seed)
-    bad = Coupled(z0, factor, kind, seed, sample=fault.sample, call=fault.call, bad=fault.bad)
-    expected = gdeq.solve(good, z0, solver)
-    solution = gdeq.solve(bad, z0, solver)
-    assert_consistent(solution, z0, solver, bad)
+    f, good = Coupled(z0, factor, kind, seed, fault), Coupled(z0, factor, kind, seed)
+    solution = gdeq.solve(f, z0, solver)
+    assert_consistent(solution, z0, solver, f)
+    # Claims about a sick sample are judged by the map it had before it fell ill.
+    assert_truly_converged(solution, good, solver)
+    if fault is None or batch == 0:
+        return
     sick = fault.sample % batch
     if joined(z0).shape[1] and fault.call == 1:
         assert solution.status[sick] is Status.NONFINITE_START
         assert torch.equal(joined(solution.z)[sick], joined(z0)[sick])
     # A line search calls f more often when a neighbour needs it, which shifts nobody's iterates.
+    expected = gdeq.solve(good, z0, solver)
     others = [i for i in range(batch) if i != sick]
     for name in ("steps", "codes", "residual"):
         ours, theirs = getattr(solution, name)[others], getattr(expected, name)[others]
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(joined(solution.z)[others], joined(expected.z)[others])
-    # Claims about the sick sample are judged by the map it had before it fell ill.
-    assert_truly_converged(solution, good, solver)
-
-
-@settings(max_examples=60)
-@given(
-    d=st.integers(1, 6),
-    factor=st.floats(0.0, 0.9),
-    solver=solvers,
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    seed=seeds,
-)
-def test_contractions_are_solved(d, factor, solver, dtype, seed):
-    """Not only is nothing wrong claimed: with enough steps the solution is found and is unique."""
-    solver = replace(solver, max_iter=800, tol=1e-4, stop="relative")
-    z0 = build(("leaf", (d,), dtype), 3, seed)
-    f = Coupled(z0, factor, "affine", seed)
-    solution = gdeq.solve(f, z0, solver)
-    assert solution.converged.all(), str(solution)
-    exact = torch.linalg.solve(torch.eye(d, dtype=torch.float64) - f.W, f.x.T).T
-    size = torch.maximum(solution.z.double().norm(dim=1), exact.norm(dim=1))
-    error = (solution.z.double() - exact).norm(dim=1)
-    # ‖z − z*‖ ≤ ‖g‖ / (1 − factor), and ‖f(z)‖ is not far above ‖z‖.
-    assert (error <= 2.5e-4 * size / (1 - factor)).all()
 
 
 @settings(max_examples=60)
@@ -287,22 +242,6 @@ def test_no_scale_of_the_state_makes_a_false_claim(scale, d, factor, solver, dty
     true = (fz - z).norm(dim=1) / torch.maximum(fz.norm(dim=1), z.norm(dim=1))
     eps = torch.finfo(dtype).eps
     assert ((true <= 1.01 * solver.tol + 8 * eps) | ~solution.converged).all(), true
-
-
-def test_a_diverging_iteration_is_not_converged_when_its_norm_overflows(device):
-    """f(z) = 1.3 z + 1 by Picard in float32: ‖f(z)‖ is infinite before ‖f(z) − z‖ is."""
-    z0 = torch.ones(1, 20, device=device)
-    solution = gdeq.solve(lambda z: 1.3 * z + 1, z0, gdeq.Picard(max_iter=300))
-    assert not solution.converged.any(), str(solution)
-    assert torch.isfinite(solution.z).all()
-
-
-def test_a_residual_is_not_zero_because_its_square_is(device):
-    """f(z) = z/2 + 1e-30 from 0 in float32: the fixed point is 2e-30, not 0."""
-    z0 = torch.zeros(1, 3, device=device)
-    solution = gdeq.solve(lambda z: 0.5 * z + 1e-30, z0, gdeq.Picard(max_iter=100))
-    if solution.converged.all():
-        torch.testing.assert_close(solution.z, torch.full_like(z0, 2e-30), rtol=1e-4, atol=0)
 
 
 @settings(max_examples=60)
@@ -371,17 +310,3 @@ def test_gradients_never_crash_and_their_claims_are_true(
     if record.converged is not None and isinstance(gradient, gdeq.GDEQ):
         met = record.converged[healthy]
         assert (left.norm(dim=1)[met] <= 1.01 * gradient.tolerance * size[met] + tiny[met]).all()
-
-
-@pytest.mark.parametrize("slope", [0.5, 0.9, 0.99, 0.995, 1.01, 2.0])
-def test_half_precision_iterates_stay_in_its_range(slope):
-    """Kept in float32, z may leave what float16 can hold; a bounded f does not show it."""
-    z0 = torch.zeros(4, 1, dtype=torch.float16)
-    c = torch.tensor([[3.0], [100.1], [500.0], [2000.0]], dtype=torch.float16)
-    for max_iter in range(1, 8):
-        for solver in (gdeq.Broyden, gdeq.Anderson, gdeq.Picard):
-            for tol in (0.0, 1e-4):
-                solution = gdeq.solve(
-                    lambda z: (slope * z + c).clamp(-1000, 1000), z0, solver(max_iter, tol)
-                )
-                assert torch.isfinite(solution.z).all(), (solver, max_iter, tol)

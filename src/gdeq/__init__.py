@@ -1,22 +1,14 @@
 """gdeq: deep equilibrium models whose gradients are fast and whose error is known."""
 
-from gdeq.fast.capture import CaptureWarning, capture
-from gdeq.fixed_point import fixed_point
+from typing import Any
+
+from gdeq.fixed_point import fixed_point, solve
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured, Unrolled
+from gdeq.holding import VariationalDropout, hold, weight_norm
 from gdeq.layer import DEQ, UnsteadyCellWarning
-from gdeq.narrowing import NarrowError
-from gdeq.regularize import (
-    VariationalDropout,
-    hold,
-    jacobian_penalty,
-    residual_penalty,
-    spectral_radius,
-    weight_norm,
-)
+from gdeq.regularize import jacobian_penalty, residual_penalty, spectral_radius
 from gdeq.solution import BackwardRecord, Solution, Status
-from gdeq.solve import solve
 from gdeq.solvers import GMRES, Anderson, Broyden, Picard, Solver
-from gdeq.start import fit_start
 from gdeq.state import StateError
 
 __version__ = "0.1.0"
@@ -34,7 +26,6 @@ __all__ = [
     "Gradient",
     "Implicit",
     "Measured",
-    "NarrowError",
     "Picard",
     "Solution",
     "Solver",
@@ -44,7 +35,6 @@ __all__ = [
     "UnsteadyCellWarning",
     "VariationalDropout",
     "capture",
-    "fit_start",
     "fixed_point",
     "hold",
     "jacobian_penalty",
@@ -53,3 +43,11 @@ __all__ = [
     "spectral_radius",
     "weight_norm",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("CaptureWarning", "capture"):  # of the fast engine, loaded where it is used
+        from gdeq.fast import graphs  # noqa: PLC0415
+
+        return getattr(graphs, name)
+    raise AttributeError(f"module 'gdeq' has no attribute {name!r}")

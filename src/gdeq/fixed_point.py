@@ -1,40 +1,26 @@
-"""`fixed_point`: a solve whose result carries gradients.
+"""`fixed_point` and `solve`: find z = f(z), with gradients or without.
 
-The solve itself runs without autograd.  Then f is evaluated once more, with autograd, at the
-solution, between two nodes that make a gradient method a part of the backward pass (`gdeq.nodes`).
-
-With ``tol=0`` the last iterate is known beforehand.  In a recorded step (`gdeq.capture`) f is then
-differentiated right there (`LastEvaluation`), and the solve learns from the same values: one
-evaluation less.  A sample for which f was not finite before has been taken back to the iterate that
-is returned; where f is not finite at the very last one, neither is its gradient.  Elsewhere f is
-evaluated once more, at what is returned.
+Choose an engine, solve without autograd, attach gradients (`gdeq.adjoint`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
-from torch import Tensor
 
-from gdeq.fast import product
-from gdeq.gradients import DEFAULT, Gradient, Unrolled
-from gdeq.ledger import least_part, residual_of
-from gdeq.nodes import (
-    DirectEvaluation,
-    LastEvaluation,
-    differentiates_in_the_solve,
-    needs_second_order,
-    with_first_derivatives,
-)
+from gdeq import second_order
+from gdeq.adjoint import attach
+from gdeq.engine import choose
+from gdeq.gradients import DEFAULT, Gradient, Implicit, Unrolled
+from gdeq.ledger import Measure
 from gdeq.options import describe
 from gdeq.solution import Solution, Status
-from gdeq.solve import check_solver, solve_space
-from gdeq.solvers.base import Solver
+from gdeq.solvers.base import Solver, System, check_solver
 from gdeq.solvers.broyden import Broyden
-from gdeq.state import State, StateSpace, Vectorized, VectorMap, full_precision
+from gdeq.solvers.picard import Picard
+from gdeq.state import State, StateMap, StateSpace, full_precision
 from gdeq.uncompiled import uncompiled
 
 
@@ -52,109 +38,82 @@ def fixed_point(
     solver: finds the fixed point; None, for `Unrolled` alone, starts from z0 as it is.
     gradient: how ∂ℓ/∂z becomes a gradient; `Implicit` is exact, `GDEQ` reuses Broyden's inverse.
     """
-    z, record = solve_and_attach(f, z0, solver, gradient)
-    return replace(record, z=z)
+    z, solution = find(f, z0, solver, gradient)
+    return replace(solution, z=z)
 
 
-def solve_and_attach(
-    f: Callable[[State], State],
-    z0: State,
-    solver: Solver | None,
-    gradient: Gradient,
-    first: Callable[[State], State] | None = None,
-    lend: bool = False,
+@uncompiled
+def solve(f: Callable[[State], State], z0: State, solver: Solver | None = None) -> Solution:
+    """Find z = f(z) from ``z0``, without autograd.
+
+    f: takes and returns a state, a tensor ``(batch, ...)`` or any nesting of tuples, lists and
+        dicts of them.  Samples are independent systems and do not influence each other.
+    solver: `Broyden` (the default), `Anderson` or `Picard`.
+    """
+    solver = Broyden() if solver is None else check_solver(solver)
+    on_state = StateMap(StateSpace(z0), f)
+    return choose(on_state).solve(on_state, z0, solver, None).solution
+
+
+def find(
+    f: Callable[[State], State], z0: State, solver: Solver | None, gradient: Gradient
 ) -> tuple[State, Solution]:
     """`fixed_point`: z with its gradients, and the solution.
 
-    first: f as it is computed at z0, without autograd; a solve calls it there in f's place.
-
     The solution's own z is the same tensors where z has no gradients or is unrolled.  Else it is
-    without gradients, in memory of its own that f's graph reads: it must not be changed in place.
-    With ``lend`` z itself is in that memory, and no copy is made; nor of z0, where the solve can
-    begin with it as it lies.
+    without gradients, in memory that f's graph reads: it must not be changed in place.
     """
     check_pair(solver, gradient)
-    space = StateSpace(z0)
-    on_vectors = space.vectorize(f)
-    at_start = None if first is None else space.vectorize(first)
+    on_state = StateMap(StateSpace(z0), f)
     if isinstance(gradient, Unrolled):
-        start = space.start(z0)
-        solution = _unrolled(on_vectors, start, space, solver, gradient, at_start)
+        solution = _unrolled(on_state, z0, solver, gradient)
         return solution.z, solution
     assert solver is not None
-    parts = product.start_in_parts(on_vectors, z0, solver, share=lend)
-    start = (
-        product.nowhere(space.batch, space.size, space.dtype, space.device)
-        if parts is not None
-        else space.start(z0)
-    )
-    evaluation = DirectEvaluation(on_vectors, gradient)
-    last = None
-    if torch.is_grad_enabled() and differentiates_in_the_solve(space, solver, gradient):
-        last = LastEvaluation(on_vectors, evaluation)
-    keep_secants = gradient.uses_secants and torch.is_grad_enabled()
-    z, solution = solve_space(
-        on_vectors, start.detach(), space, solver, last, at_start, parts, keep_secants
-    )
-    if not torch.is_grad_enabled():
-        return solution.z, solution
-    with full_precision(space.device):
-        if last is None or not last.made:
-            torch.clear_autocast_cache()  # as in `LastEvaluation`
-            if needs_second_order(gradient):
-                evaluation.at(with_first_derivatives(on_vectors, z, solution, gradient))
-            else:
-                evaluation.at(space.leaves(solution.z, "z", cast=False))
-        return evaluation.attach(z, solution, lend), solution
+    engine = choose(on_state)
+    wanted = gradient if torch.is_grad_enabled() else None
+    found = engine.solve(on_state, z0, solver, wanted)
+    if wanted is None:
+        return found.solution.z, found.solution
+    if isinstance(gradient, Implicit) and second_order.needed(gradient):
+        return second_order.attach_twice(on_state, found, gradient, engine), found.solution
+    return attach(on_state, found, gradient, engine), found.solution
 
 
-def _unrolled(
-    f: Vectorized,
-    z: Tensor,
-    space: StateSpace,
-    solver: Solver | None,
-    gradient: Unrolled,
-    first: VectorMap | None,
-) -> Solution:
-    solution = None
+def _unrolled(f: StateMap, z0: State, solver: Solver | None, gradient: Unrolled) -> Solution:
+    """Steps through autograd, from z0 or from the solution of a solve."""
+    space, found = f.space, None
     if solver is not None:
-        found, solution = solve_space(f, z.detach(), space, solver, first=first)
-        z = space.pack(solution.z) if found is None else found
+        found = choose(f).solve(f, z0, solver, None).solution
+        z0 = found.z
         torch.clear_autocast_cache()
+    judge = solver or Picard(tol=0.0, stop="whole")
     with full_precision(space.device):
-        stop, tol = (solver.stop, solver.tol) if solver else ("whole", 0.0)
-        least = least_part(tol, space.precision(), space.dtype)
-        judge = partial(residual_of, stop=stop, sizes=space.sizes, least=least)
-        z, residuals = gradient.unroll(f, z, lambda fz, z: judge(fz, z)[0], watch=solver is None)
-    if solution is not None and solver is not None:
-        residual, parts, claims = residuals[-1], None, solver.tol > 0
+        z = space.start(z0)
+        measure = Measure(judge, System(f.precision, space.sizes), z)
+        z, trace = gradient.unroll(f, z, lambda fz, z: measure(fz, z).residual(judge.stop))
+        residual, parts, evals = trace[-1], None, gradient.steps
+        claims = found is not None and judge.tol > 0
         if claims:  # about where the steps ended, where f has not been evaluated yet
-            with torch.no_grad(), full_precision(space.device):
-                residual, parts = judge(f(z), z)
+            with torch.no_grad():
+                norms = measure(f(z), z)
+            residual, parts, evals = norms.residual(judge.stop), norms.parts, evals + 1
+    converged = (residual <= judge.tol) & claims
+    if found is not None:
         # Beside a z that runs away any g is small: where the solve saw that, nothing is claimed.
-        converged = (residual <= solver.tol) & claims & (solution.codes != Status.STALLED)
-        return replace(
-            solution,
-            z=space.unpack(z),
-            converged=converged,
-            residual=residual,
-            codes=torch.where(converged, Status.CONVERGED, Status.UNROLLED),
-            evals=solution.evals + gradient.steps + claims,
-            inverse=None,
-            parts=parts,
-        )
-    batch = residuals[-1].shape
-    steps = torch.full(batch, gradient.steps, device=space.device)
+        converged &= found.codes != Status.STALLED
     return Solution(
         z=space.unpack(z),
-        converged=torch.zeros(batch, dtype=torch.bool, device=space.device),
-        residual=residuals[-1],
-        steps=steps,
-        trace=torch.stack(residuals),
-        evals=gradient.steps,
+        converged=converged,
+        residual=residual,
+        steps=torch.full_like(converged, gradient.steps, dtype=torch.long)
+        if found is None
+        else found.steps,
+        trace=torch.stack(trace) if found is None else found.trace,
+        evals=evals + (found.evals if found else 0),
         inverse=None,
-        codes=torch.full_like(steps, Status.UNROLLED),
-        precision=space.precision(),
+        codes=torch.where(converged, Status.CONVERGED, Status.UNROLLED),
+        precision=f.precision,
+        parts=parts,
     )
 
 
@@ -172,7 +131,7 @@ def check_pair(solver: Solver | None, gradient: Gradient) -> None:
             )
         return
     check_solver(solver)
-    if gradient.needs_inverse and not solver.keeps_inverse:
+    if gradient.needs.broyden and not solver.keeps_inverse:
         raise ValueError(
             f"{type(gradient).__name__} reuses the inverse that Broyden's method builds, and "
             f"{type(solver).__name__} builds none; use gdeq.Broyden(), or another gradient such as "

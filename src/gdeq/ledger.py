@@ -8,22 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gdeq.operators import safe_norms
+from gdeq.operators import relative, safe_norms
 from gdeq.solution import Status
-from gdeq.solvers.base import Solver
+from gdeq.solvers.base import Solver, System
 
 LEAST_PART = 1e-5
-
-
-def least_part(tol: float, precision: float, dtype: torch.dtype) -> float:
-    """How large beside the whole state, of this dtype, a part of it counts at least.
-
-    One that is zero at the fixed point would never be solved beside its own size.  Nor would one
-    that the rounding of the others keeps in motion: that of f beside it, and that of z beside the
-    residual that is allowed.
-    """
-    allowed = 0.5 * torch.finfo(dtype).eps / tol if tol else 0.0
-    return min(1.0, max(LEAST_PART, precision, allowed))
 
 
 class Norms(NamedTuple):
@@ -35,53 +24,75 @@ class Norms(NamedTuple):
     parts: Tensor | None = None  # (batch, parts) ‖g‖ of each part beside its size, if so judged
 
     def relative(self) -> Tensor:  # -> (batch,)
-        whole = relate(self.absolute, self.size)
+        whole = relative(self.absolute, self.size)
         return whole if self.parts is None else torch.maximum(whole, self.parts.amax(1))
 
+    def residual(self, stop: str) -> Tensor:  # -> (batch,)
+        """What a solver with this ``stop`` judges by."""
+        return self.absolute if stop == "absolute" else self.relative()
 
-def judged_sizes(stop: str, sizes: list[int], linear: bool = False) -> list[int]:
-    """Of the parts whose residuals are taken one by one; sizes: of the tensors of the state."""
-    return sizes if stop == "relative" and not linear else [sum(sizes)]
 
+class Measure:
+    """Takes the norms of an iterate that a solver judges it by.
 
-def norms_of(
-    g: Tensor,  # (batch, d)
-    fz: Tensor,  # (batch, d)
-    z: Tensor,  # (batch, d)
-    sizes: Sequence[int],
-    least: float,
-    floor: Tensor | float = 0.0,  # (batch,)
-) -> Norms:
-    """sizes: of the parts that are judged one by one.
-
-    least: of `least_part`.  floor: how large the whole state counts at least.
+    With ``stop="relative"`` each tensor of the state is judged beside its own size.
     """
-    if len(sizes) == 1:
-        absolute, of_f, of_z = safe_norms(g, fz, z)
-        return Norms(absolute, torch.maximum(of_f, of_z).clamp(min=floor), of_z)
-    pieces = zip(*(x.split(list(sizes), dim=1) for x in (g, fz, z)), strict=True)
-    norms = [safe_norms(*piece) for piece in pieces]
-    each_g, each_f, each_z = (torch.stack(of_parts, 1) for of_parts in zip(*norms, strict=True))
-    absolute, of_f, of_z = safe_norms(each_g, each_f, each_z)
-    size = torch.maximum(of_f, of_z).clamp(min=floor)
-    own = torch.maximum(torch.maximum(each_f, each_z), least * size.unsqueeze(1))
-    return Norms(absolute, size, of_z, relate(each_g, own))
+
+    def __init__(self, solver: Solver, system: System, z: Tensor) -> None:  # (batch, d)
+        right, sizes = system.right, system.sizes or z.shape[1:]
+        self.scale = None if right is None else safe_norms(right)[0]
+        self.sizes = judged_sizes(solver.stop, sizes, linear=right is not None)
+        self.least = least_part(solver.tol, system.precision, z.dtype)
+        self.floor: Tensor | None = None  # (batch,) how large the whole state counts at least
+
+    def __call__(self, fz: Tensor, z: Tensor, g: Tensor | None = None) -> Norms:
+        """Of f(z), z and g = f(z) − z, (batch, d) each."""
+        g = fz - z if g is None else g
+        if self.scale is not None:
+            absolute, of_z = safe_norms(g, z)
+            return Norms(absolute, self.scale, of_z)
+        if len(self.sizes) == 1:
+            absolute, of_f, of_z = safe_norms(g, fz, z)
+            return Norms(absolute, self._size(of_f, of_z), of_z)
+        pieces = zip(*(x.split(self.sizes, dim=1) for x in (g, fz, z)), strict=True)
+        norms = [safe_norms(*piece) for piece in pieces]
+        each_g, each_f, each_z = (torch.stack(of_parts, 1) for of_parts in zip(*norms, strict=True))
+        absolute, of_f, of_z = safe_norms(each_g, each_f, each_z)
+        size = self._size(of_f, of_z)
+        own = torch.maximum(torch.maximum(each_f, each_z), self.least * size.unsqueeze(1))
+        return Norms(absolute, size, of_z, relative(each_g, own))
+
+    def starts_at(self, norms: Norms) -> None:
+        """Where z* = 0 nothing is ever small beside z; it is beside the rounding of the first z.
+
+        That of z, not of f: what f rounds at z0 says nothing about a z that is far smaller.
+        """
+        if self.scale is None:
+            self.floor = torch.finfo(norms.size.dtype).eps * norms.size
+
+    def _size(self, of_f: Tensor, of_z: Tensor) -> Tensor:  # (batch,) each
+        size = torch.maximum(of_f, of_z)
+        return size if self.floor is None else size.clamp(min=self.floor)
 
 
-def residual_of(
-    fz: Tensor,  # (batch, d)
-    z: Tensor,  # (batch, d)
-    stop: str,
-    sizes: list[int],
-    least: float,
-) -> tuple[Tensor, Tensor | None]:  # (batch,), (batch, parts)
-    """What a solver with this ``stop`` says of z, and of its parts if it judges them."""
-    norms = norms_of(fz - z, fz, z, judged_sizes(stop, sizes), least)
-    return norms.absolute if stop == "absolute" else norms.relative(), norms.parts
+def judged_sizes(stop: str, sizes: Sequence[int], linear: bool = False) -> list[int]:
+    """Of the parts of a state that are judged one by one; sizes: of its tensors."""
+    return list(sizes) if stop == "relative" and not linear else [sum(sizes)]
+
+
+def least_part(tol: float, precision: float, dtype: torch.dtype) -> float:
+    """How large, beside the whole state, a part of it counts at least.
+
+    A part that is zero at the fixed point would never be solved beside its own size.  Nor would one
+    that the rounding of the others keeps in motion: that of f beside it, and that of z beside the
+    residual that is allowed.
+    """
+    allowed = 0.5 * torch.finfo(dtype).eps / tol if tol else 0.0
+    return min(1.0, max(LEAST_PART, precision, allowed))
 
 
 class Ledger:
-    """All fields are ``(batch,)``; of a sample that is no longer active nothing changes.
+    """All fields are ``(batch,)``; those of a sample that is no longer active do not change.
 
     absolute, relative: ‖g‖, and ‖g‖ beside its size, or that of a part if it is larger;
         ``residual`` is the one that the solver stops at.
@@ -95,8 +106,7 @@ class Ledger:
     def __init__(self, solver: Solver, precision: float, norms: Norms, linear: bool) -> None:
         self.solver, self.precision, self.linear = solver, precision, linear
         self.watch = solver.tol > 0
-        # A relative residual at this level is the rounding of f itself (half a unit in the last
-        # place).
+        # A relative residual at this level is the rounding of f: half a unit in the last place.
         self.rounding = 0.5 * precision
         absolute, size, _, self.parts = norms
         claimed = self._claimed(norms)
@@ -125,7 +135,7 @@ class Ledger:
 
     def accepts(self, norms: Norms) -> Tensor:  # -> (batch,)
         """The samples that take the step: still active, and f is finite where it leads."""
-        # Of the sum: false for NaN too, in half the operations.
+        # One comparison of the sum is False for infinity and NaN in either.
         return self.active & (norms.absolute + norms.size < torch.inf)
 
     def note(self, step: int, good: Tensor, norms: Norms) -> Tensor:
@@ -148,7 +158,7 @@ class Ledger:
         self.peak = torch.maximum(self.peak, self.absolute)  # of a frozen sample nothing changes
         rounded = absolute < claimed if self.linear else self.relative <= self.rounding
         ends = good & (rounded | (self.residual <= self.solver.tol))
-        if not on_cpu or bool(ends.any()):  # where looking is free, there is seldom more to do
+        if not on_cpu or bool(ends.any()):  # a look is free on a CPU and mostly saves the work
             self._close(good, good & rounded, before, size)
         better = good & (claimed < self.best_absolute)
         self.best_absolute = torch.where(better, claimed, self.best_absolute)
@@ -207,7 +217,3 @@ def _of_rows(mask: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor | N
 def flight_limit(tol: float, precision: float) -> float:
     """How large the rounding of f may be beside the largest ‖g‖ seen, if a far z is to count."""
     return max(tol**0.5, min(1.0, 100 * precision))
-
-
-def relate(absolute: Tensor, size: Tensor) -> Tensor:  # of one shape
-    return torch.where(absolute > 0, absolute / size, absolute)  # 0/0 is solved

@@ -1,8 +1,4 @@
-"""The inverse-Jacobian estimate of Broyden's method as a linear operator.
-
-`LowRankInverse` is the readable form; `ProductInverse` is the same operator kept in
-half the memory.
-"""
+"""Estimates of (∂f/∂z − I)⁻¹ as linear operators, and norms that do not overflow."""
 
 from __future__ import annotations
 
@@ -11,26 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdeq.fast.kernels import choice
-from gdeq.fast.kernels.autograd import differentiates
 from gdeq.options import count
-from gdeq.state import State, StateSpace, Vectorized, full_precision
-
-
-@dataclass(frozen=True)
-class Refinement:
-    """The numbers in `gdeq.gradients._refine`."""
-
-    times: int  # products with Jᵀ
-    precision: float  # of f
-    amplification: float
-    overshoot: float
-    setback: float
-    growth: float
-
-    @property
-    def rules(self) -> tuple[float, float, float, float]:
-        return self.amplification, self.overshoot, self.setback, self.growth
+from gdeq.state import State, StateSpace, full_precision
 
 
 class Inverse:
@@ -51,19 +29,15 @@ class Inverse:
         raise NotImplementedError
 
     def negative_matvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
-        """−B⁻¹x; where the sign is free, without another pass over the vector."""
+        """−B⁻¹x, for operators that can do without another pass over the vector."""
         return -self.matvec(x)
-
-    def widens(self, x: Tensor) -> bool:
-        """Whether x in half precision is as good as the same in float32, and the result rounded."""
-        return False
 
     def rmatvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
         """B⁻ᵀx."""
         return self.T.matvec(x)
 
     def trusted(self, x: Tensor, longest: float) -> tuple[Tensor, Inverse]:  # (batch, d)
-        """−B⁻¹x and B⁻¹; −I stands for B⁻¹ where that makes x more than so many times as long."""
+        """−B⁻¹x and B⁻¹, or x and −I for samples where B⁻¹x is over ``longest`` times as long."""
         product = self.negative_matvec(x)
         mask = norm(product) <= longest * norm(x)  # (batch,)
         return torch.where(mask.unsqueeze(1), product, x), self.only(mask)
@@ -74,17 +48,6 @@ class Inverse:
 
     def step_length(self) -> Tensor | None:  # -> (batch,)
         """‖B⁻¹g‖ at the z that it belongs to, where the solver has left that."""
-        return None
-
-    def refined(
-        self, w: Tensor, v: Tensor, vjp: Vectorized, how: Refinement
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """What `gdeq.GDEQ` makes of w = −B⁻¹v, (batch, d), where that is fused; else None.
-
-        With it, (batch,) each, how far the last step went, and ‖w‖.
-
-        Then `gdeq.gradients._refine` does the same in more passes over memory.
-        """
         return None
 
     def as_matrix(self) -> Tensor:  # -> (batch, d, d)
@@ -177,7 +140,7 @@ class StateInverse:
             return None
         with torch.no_grad(), full_precision(self.space.device):
             (size,) = safe_norms(self.space.pack(z))
-        return torch.where(length > 0, length / size, length)
+        return relative(length, size)
 
     def as_matrix(self) -> Tensor:  # -> (batch, d, d)
         """Dense, over the packed state; for tests."""
@@ -201,13 +164,14 @@ def norm(a: Tensor) -> Tensor:  # (batch, d) -> (batch,)
 
 
 def safe_norms(*vectors: Tensor) -> tuple[Tensor, ...]:  # (batch, d) each -> (batch,) each
-    """The same, right also where the squares over- or underflow: claims are built on it.
+    """Euclidean norms that are right also where squares over- or underflow; claims rest on them.
 
-    A GPU sums in float64.  On a CPU a look at the plain norms is free and says whether, and for
-    which samples, more care is needed.
+    On a CPU a look at the plain norms is free and says whether, and for which samples, more care is
+    needed.  Elsewhere float32 is summed in float64.
     """
     if vectors[0].device.type != "cpu" and vectors[0].dtype == torch.float32:
-        return tuple(_norm_by_float64(a) for a in vectors)
+        wide = (torch.linalg.vector_norm(a, dim=1, dtype=torch.float64) for a in vectors)
+        return tuple(size.to(a.dtype) for size, a in zip(wide, vectors, strict=True))
     plain = tuple(norm(a) for a in vectors)
     if vectors[0].device.type == "cpu" and plain[0].numel():
         least, largest = torch.stack(plain).aminmax()
@@ -216,27 +180,13 @@ def safe_norms(*vectors: Tensor) -> tuple[Tensor, ...]:  # (batch, d) each -> (b
     return tuple(_careful_norm(a, size) for a, size in zip(vectors, plain, strict=True))
 
 
-def residual_norm(v: Tensor, w: Tensor, product: Tensor) -> Tensor:  # (batch, d) each -> (batch,)
-    """‖v − w + Jᵀw‖, as `safe_norms`; product: Jᵀw.  On a GPU in one pass."""
-    if choice.chosen(v) == "triton" and not differentiates(v, w, product):
-        from gdeq.fast.kernels import lengths  # noqa: PLC0415 (needs Triton)
-
-        if all(lengths.takes(a) for a in (v, w, product)):
-            return lengths.residual_norms(v, w, product)
-    return safe_norms(v - w + product)[0]
-
-
-def _norm_by_float64(a: Tensor) -> Tensor:  # (batch, d) -> (batch,)
-    if choice.chosen(a) == "triton" and not differentiates(a):
-        from gdeq.fast.kernels import lengths  # noqa: PLC0415 (needs Triton)
-
-        if lengths.takes(a):
-            return lengths.norms(a)
-    return torch.linalg.vector_norm(a, dim=1, dtype=torch.float64).to(a.dtype)
-
-
 def _careful_norm(a: Tensor, plain: Tensor) -> Tensor:  # (batch, d), (batch,) -> (batch,)
     size = torch.linalg.vector_norm(a, float("inf"), dim=1) if a.shape[1] else plain
     unit = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
     sound = (plain > 1e-15) & (plain < 1e15)
     return torch.where(sound, plain, norm(a / unit.unsqueeze(1)) * unit)
+
+
+def relative(size: Tensor, reference: Tensor) -> Tensor:  # of one shape
+    """size / reference, and 0 for 0/0."""
+    return torch.where(size > 0, size / reference, size)

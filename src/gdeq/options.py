@@ -84,6 +84,12 @@ def check_type(owner: object, name: str, kind: type | tuple[type, ...], example:
         raise TypeError(f"{type(owner).__name__}.{name} must be {example}, got {describe(value)}")
 
 
+def count_of(name: str, value: object, minimum: int) -> None:
+    """Raise where an argument is no integer of at least this."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}")
+
+
 def describe(value: object) -> str:
     """What was passed, for an error message: forgetting the brackets is the common slip."""
     if isinstance(value, type):

@@ -12,9 +12,10 @@ can say of Broyden's inverse: after a long solve that can be orders of magnitude
 directions that no step explored.
 
 That holds for an affine f.  Where f is curved, a secant says less the further from z it was taken,
-and one of a wild excursion may say anything.  So columns are scaled to length one, and each has a
-ridge that grows with its distance from z.  The ridge also keeps down what only differences of
-nearly parallel secants say: that is mostly curvature and rounding.
+and one across a kink of f may say anything.  So columns are scaled to length one, and each has a
+ridge that grows with its distance from z, and with its misfit once a VJP has shown it.  The ridge
+also keeps down what only differences of nearly parallel secants say: that is mostly curvature and
+rounding.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdeq.operators import LowRankInverse, norm
+from gdeq.operators import LowRankInverse, norm, relative
 
 # Chosen on the maps of tests/fields.py (benchmarks/gradients.py): 20 secants are no better, and
 # ridges from 0.1 to 0.4 differ little.  (torch.linalg.inv_ex of more than 16 rows waits for the
@@ -32,6 +33,7 @@ from gdeq.operators import LowRankInverse, norm
 COUNT = 10
 RIDGE = 0.2
 NEAR = 0.5  # beside ‖z‖: at this distance from z the ridge of a secant, squared, has doubled
+FIT = 0.02  # and at this misfit; from 0.01 to 0.03 differ little
 
 
 @dataclass
@@ -54,39 +56,6 @@ class Secants:
         s, y = z.new_zeros(2, batch, places, d)
         count = torch.zeros(batch, dtype=torch.long, device=z.device)
         return Secants(s, y, z.new_zeros(batch, places), count, z.new_zeros(batch))
-
-    @staticmethod
-    def of_steps(
-        steps: Tensor,  # (batch, n, d)
-        coordinates: Tensor,  # (batch, ≥n, ≥n)
-        keep: Tensor,  # (batch, ≥n) bool: which secants are more than rounding
-        taken: Tensor,  # (batch,) steps of each sample, below n
-        z: Tensor,  # (batch, d) that is returned
-        ended: Tensor,  # (batch,) bool: it is the last iterate
-    ) -> Secants:
-        """Those of a solve that keeps its steps alone, with g_i = Σ_j coordinates_ij s_j.
-
-        Places of steps that were not taken are set to zero; they may have held anything.
-        """
-        n = steps.shape[1]
-        if n == 1:
-            return Secants.empty(steps[:, 0], 0)
-        rows = torch.arange(len(steps), device=steps.device).unsqueeze(1)
-        unused = torch.arange(n, device=steps.device) >= taken.unsqueeze(1)
-        lengths = torch.linalg.vector_norm(steps, dim=2).masked_fill(unused, 0.0)
-        far = lengths.flip(1).cumsum(1).flip(1)
-        unused[:, 1:] = unused[:, :-1].clone()  # the last iterate's own step is in its g
-        unused[:, 0] = False
-        steps.masked_fill_(unused.unsqueeze(2), 0.0)
-        number = torch.arange(n - 1, device=steps.device)
-        number = torch.where(keep[:, : n - 1] & ~unused[:, 1:], number, -1)
-        number = number.topk(min(COUNT, n - 1), dim=1).values  # the last ones
-        known, number = number >= 0, number.clamp(min=0)
-        of_g = coordinates.tril()[:, :n, :n]
-        of_y = torch.where(known.unsqueeze(2), of_g[rows, number + 1] - of_g[rows, number], 0.0)
-        s = torch.where(known.unsqueeze(2), steps[rows, number], 0.0)
-        y = torch.bmm(of_y.to(s.dtype), steps)
-        return Secants(s, y, far[rows, number], known.sum(1), _size(z, ended))
 
     def note(self, s: Tensor, y: Tensor, seen: Tensor) -> None:  # (batch, d) twice, (batch,)
         """Take in one step, and keep its secant of the samples for which y is more than rounding.
@@ -113,15 +82,26 @@ class Secants:
         self.y.flatten(0, 1).index_fill_(0, at, 0.0)
         self.size = _size(z, ended)
 
-    def inverse(self) -> LowRankInverse:
+    def misfit(self, w: Tensor, image: Tensor) -> Tensor:  # (batch, d) twice -> (batch, places)
+        """How far each secant is from the derivative at z, which has image = w − Jᵀw.
+
+        An exact one has sᵀ(w − Jᵀw) = −yᵀw.
+        """
+        sums = torch.bmm(self.s, image.unsqueeze(2)) + torch.bmm(self.y, w.unsqueeze(2))
+        sizes = torch.linalg.vector_norm(self.y, dim=2) * norm(w).unsqueeze(1)
+        return relative(sums.squeeze(2).abs(), sizes)
+
+    def inverse(self, misfit: Tensor | None = None) -> LowRankInverse:  # (batch, places)
         """H of every sample; −I where there is no secant."""
         size = torch.linalg.vector_norm(self.y, dim=2)  # (batch, places)
         used = size > 0
         unit = torch.where(used, 1 / torch.where(used, size, 1.0), 0.0)
         gram = torch.bmm(self.y, self.y.transpose(1, 2)).double()
         gram = gram * (unit.unsqueeze(1) * unit.unsqueeze(2)).double()
-        distance = self.far / (NEAR * self.size).unsqueeze(1)
-        ridge = RIDGE**2 * (1 + distance.double() ** 2).nan_to_num(1.0, 1e30).clamp(max=1e30)
+        doubt = (self.far / (NEAR * self.size).unsqueeze(1)).double() ** 2
+        if misfit is not None:
+            doubt = doubt + (misfit / FIT).double() ** 2
+        ridge = RIDGE**2 * (1 + doubt).nan_to_num(1.0, 1e30).clamp(max=1e30)
         system = gram + torch.diag_embed(torch.where(used, ridge, 1.0))
         # inv_ex does not wait for the device to look for errors: the ridge keeps it regular.
         inverse, _ = torch.linalg.inv_ex(system)

@@ -6,10 +6,6 @@ import pytest
 import torch
 from torch.nn.functional import conv2d
 
-from gdeq.fast.kernels import choice
-from gdeq.models import mdeq_weights
-from gdeq.models.mdeq_weights import BlockWeights, Norm
-
 pytest.importorskip("triton")
 
 from gdeq.fast.kernels import constant_maps
@@ -19,7 +15,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(
-    ("outputs", "channels", "height", "width"), [(4, 12, 5, 3), (6, 700, 2, 4), (3, 8, 1, 1)]
+    ("outputs", "channels", "height", "width"),
+    [(4, 12, 5, 3), (6, 700, 2, 4), (3, 8, 1, 1), (130, 2, 1, 1)],
 )
 def test_as_a_convolution(outputs, channels, height, width, dtype):
     torch.manual_seed(0)
@@ -49,17 +46,3 @@ def test_other_kernels_and_orders_are_left_to_pytorch():
     assert not constant_maps.takes(torch.ones(2, 4, 1, 1))
     assert not constant_maps.takes(torch.ones(2, 4, 3, 3))
     assert not constant_maps.takes(torch.ones(2, 3, 3, 4, dtype=torch.float64).permute(0, 3, 1, 2))
-
-
-def test_a_block_at_zero_in_either_form():
-    torch.manual_seed(0)
-    weight = torch.randn(4, 12, 3, 3, device=DEVICE).contiguous(memory_format=torch.channels_last)
-    norm = Norm(2, torch.ones(12, device=DEVICE), torch.randn(12, device=DEVICE), 1e-5)
-    other = Norm(2, torch.ones(4, device=DEVICE), torch.randn(4, device=DEVICE), 1e-5)
-    block = BlockWeights(weight, norm, weight, other, other)
-    found = {}
-    for form in ("off", "triton"):
-        with choice.use(form):
-            found[form] = mdeq_weights._reduced_at_zero(block, 4, 5)
-    torch.testing.assert_close(found["triton"], found["off"], rtol=1e-5, atol=1e-5)
-    assert found["triton"].stride() == found["off"].stride()

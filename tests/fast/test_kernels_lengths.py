@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from gdeq import operators
-from gdeq.fast.kernels import choice
+from gdeq.engine import REFERENCE
+from gdeq.state import StateSpace
 
-lengths = pytest.importorskip("gdeq.fast.kernels.lengths")
+pytest.importorskip("triton")
+from gdeq.fast.engine import FAST
+from gdeq.fast.kernels import lengths
+from gdeq.fast.layout import FastSpace
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -33,9 +37,8 @@ def test_norms_of_residuals(scale):
     v, w, product = (scale * torch.randn(3, 2500) for _ in range(3))
     r = v - w + product
     expected = np.sqrt((r.double().numpy() ** 2).sum(1))
-    with choice.use("triton"):
-        found = operators.residual_norm(v.to(DEVICE), w.to(DEVICE), product.to(DEVICE)).cpu()
-    plain = operators.residual_norm(v, w, product)
+    found = FAST.residual_norm(v.to(DEVICE), w.to(DEVICE), product.to(DEVICE)).cpu()
+    plain = REFERENCE.residual_norm(v, w, product)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6)
     np.testing.assert_allclose(plain.numpy(), expected, rtol=1e-6)
 
@@ -57,17 +60,13 @@ def test_what_it_does_not_take():
     assert not lengths.takes(x[0])
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU has a way of its own")
-def test_it_is_used_on_a_gpu(monkeypatch):
-    x = torch.randn(5, 4000, device=DEVICE)
-    calls = []
-    real = lengths.norms
-    monkeypatch.setattr(lengths, "norms", lambda a: calls.append(a) or real(a))
-    (found,) = operators.safe_norms(x)
-    with choice.use("off"):
-        (plain,) = operators.safe_norms(x)
-    assert len(calls) == 1
-    torch.testing.assert_close(found, plain, rtol=1e-6, atol=0.0)
-    x.requires_grad_()
-    operators.safe_norms(x)[0].sum().backward()
-    assert x.grad is not None
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_fast_engine_takes_norms_so(dtype, count, monkeypatch):
+    """Of one tensor by this kernel, of several by that of `state`; float64 as it is."""
+    z = tuple(torch.randn(5, 400, device=DEVICE).to(dtype) for _ in range(count))
+    calls, given = [], lengths.norms
+    monkeypatch.setattr(lengths, "norms", lambda x: calls.append(x) or given(x))
+    found = FAST.norm(z, FastSpace(z))
+    assert len(calls) == (count == 1 and dtype != torch.float64)
+    torch.testing.assert_close(found, REFERENCE.norm(z, StateSpace(z)), rtol=1e-6, atol=0.0)

@@ -1,17 +1,14 @@
 """The kernel of the cross-entropy, against PyTorch in double precision."""
 
-import os
-
-import torch
-
-if not torch.cuda.is_available():  # before Triton is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import pytest
+import torch
 from torch.nn import functional
 
-from gdeq.fast.kernels import available, choice, loss
+from gdeq import engine
+from gdeq.fast.kernels import available, loss
 from gdeq.fast.kernels.loss import cross_entropy, cross_entropy_plain
+from norm_cases import close
+from pairs import pairs
 
 SHAPES = [(5, 10), (300, 3), (1, 1), (7, 40)]  # 300: more than a program takes at once
 
@@ -20,7 +17,7 @@ SHAPES = [(5, 10), (300, 3), (1, 1), (7, 40)]  # 300: more than a program takes 
 def kernels_run(device):
     if not available(device):
         pytest.skip("Triton does not run here")
-    with choice.use("triton"):
+    with engine.use("fast"):
         yield
 
 
@@ -37,15 +34,10 @@ def exact(logits, labels, smoothing):
     return value, *torch.autograd.grad(3 * value, logits)
 
 
-def close(found, expected, tolerance):
-    error = (found.double() - expected.double()).abs().max()
-    assert error <= tolerance * (1e-3 + expected.abs().max()), f"off by {error:.1e}"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("soft", [False, True], ids=["labels", "probabilities"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "soft", "smoothing", "dtype"),
+    pairs(SHAPES, [False, True], [0.0, 0.1], [torch.float32, torch.bfloat16]),
+)
 def test_value_and_gradient(shape, soft, smoothing, dtype, device):
     logits, labels = problem(shape, soft, device, dtype)
     assert loss._takes(logits, labels)
@@ -77,7 +69,7 @@ def test_other_orders(device):
     close(torch.autograd.grad(3 * value, turned)[0], truth[1], 1e-5)
 
 
-def test_what_goes_to_pytorch(device, monkeypatch):
+def test_what_goes_to_pytorch(device):
     logits, labels = problem((5, 4), True, device)
     assert not loss._takes(logits.double(), labels)
     assert not loss._takes(logits, labels.clone().requires_grad_())
@@ -85,10 +77,8 @@ def test_what_goes_to_pytorch(device, monkeypatch):
     assert not loss._takes(logits[:, :, None], labels[:, :, None])
     wide = cross_entropy(logits.double(), labels.double())
     assert wide.dtype == torch.float64
-    with choice.use("off"):
+    with engine.use("reference"):
         assert not loss._takes(logits, labels)
-    monkeypatch.setattr(loss, "enabled", False)
-    assert not loss._takes(logits, labels)
 
 
 def test_second_derivatives(device):

@@ -1,14 +1,9 @@
 """Weights of convolutions made ready in one launch, against PyTorch operation by operation."""
 
-import os
 from dataclasses import replace
 
-import torch
-
-if not torch.cuda.is_available():  # before Triton is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import pytest
+import torch
 from torch import nn
 
 from gdeq.fast.kernels import available, weights
@@ -106,34 +101,17 @@ def test_gradients(tuning, device):
             assert a.dtype == torch.float32
 
 
-def test_gradients_of_half_precision(device):
-    merged = mixture(device)
-    found, plain = (
-        torch.autograd.grad(sum(w.float().sin().sum() for w in made), parameters(merged))
-        for made in (merge(merged, torch.bfloat16), merge_plain(merged, torch.bfloat16))
-    )
-    for a, b in zip(found, plain, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-
-
-def test_gradients_are_accumulated_and_taken_over(device):
-    merged = mixture(device)
-    for _ in range(2):
-        sum(w.sum() for w in merge(merged, torch.float32)).backward()
-    twice = [p.grad for p in parameters(merged)]
-    once = torch.autograd.grad(
-        sum(w.sum() for w in merge_plain(merged, torch.float32)), parameters(merged)
-    )
-    for a, b in zip(twice, once, strict=True):
-        torch.testing.assert_close(a, 2 * b, rtol=1e-4, atol=1e-4)
-
-
-def test_what_is_frozen_gets_no_gradient(device):
+def test_gradients_of_half_precision_are_accumulated(device):
     merged = mixture(device)
     frozen = merged[0].parts[0].weight.requires_grad_(False)
-    sum(w.sum() for w in merge(merged, torch.float32)).backward()
+    wanted = [p for p in parameters(merged) if p is not frozen]
+    for _ in range(2):
+        sum(w.float().sin().sum() for w in merge(merged, torch.bfloat16)).backward()
     assert frozen.grad is None
-    assert all(p.grad is not None for p in parameters(merged) if p is not frozen)
+    plain = merge_plain(merged, torch.bfloat16)
+    once = torch.autograd.grad(sum(w.float().sin().sum() for w in plain), wanted)
+    for parameter, gradient in zip(wanted, once, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=2e-2, atol=4e-2)
 
 
 def test_an_unused_result_gives_zeros(device):

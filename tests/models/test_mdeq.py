@@ -1,7 +1,8 @@
 """The multiscale DEQ: its published figures, its shapes, its equilibrium and its gradients."""
 
-import contextlib
 import copy
+import hashlib
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,14 +12,8 @@ from torch.nn.utils import parametrize
 
 import gdeq
 from gdeq import GDEQ, JFB, Broyden, Implicit, Unrolled, hold
-from gdeq.fast.kernels import available, classifier, norms, weights
-from gdeq.fast.streams import tensors_in
-from gdeq.models import MDEQ, MDEQCell, MDEQConfig, layers, mdeq_fused, mdeq_weights
-from gdeq.models import mdeq as model_file
-from gdeq.models.branches import Serial
-from gdeq.models.mdeq import average, mdeq
-from gdeq.models.mdeq_cell import Down, Up
-from gdeq.models.mdeq_config import SIZES, named
+from gdeq.models import MDEQ, MDEQCell, MDEQConfig
+from gdeq.models.mdeq import SIZES, Down, Up, mdeq, named
 
 # Small enough for finite differences, with every kind of path: two ups, two downs, two blocks.
 MINIMAL = MDEQConfig(
@@ -66,6 +61,27 @@ def test_published_initialisation_is_one_option_away():
     convs = [m for m in published.modules() if isinstance(m, nn.Conv2d)]
     weights = torch.cat([m.weight.flatten() for m in convs])
     assert weights.std().item() == pytest.approx(0.01, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("size", "names", "total", "first", "last"),
+    [
+        ("small", "18d571dc12fbd9e3", 611.68540519, 0.0225573052, 0.0338180624),
+        ("tiny", "ffc79ee5abc78da2", 1452.38570670, -0.0040583909, -0.0610349886),
+        ("large", "c3fe9311b2969410", 13375.40582739, 0.0311461724, -0.0137381749),
+    ],
+)
+def test_names_and_initial_weights_stay_what_results_were_made_with(
+    size, names, total, first, last
+):
+    torch.manual_seed(0)
+    model = mdeq(size)
+    state = model.state_dict()
+    told = "\n".join(f"{name} {tuple(value.shape)}" for name, value in state.items())
+    assert hashlib.sha256(told.encode()).hexdigest()[:16] == names
+    assert sum(float(value.double().sum()) for value in state.values()) == pytest.approx(total)
+    assert model.stem[0].weight.flatten()[0].item() == pytest.approx(first)
+    assert model.head.classify.weight.flatten()[0].item() == pytest.approx(last)
 
 
 # ---- shapes
@@ -320,6 +336,16 @@ def test_bf16_autocast_trains():
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
+@pytest.mark.parametrize("fused", ["auto", False])
+def test_a_model_on_the_cpu_does_without_its_accelerated_form(fused, monkeypatch):
+    monkeypatch.setitem(sys.modules, "gdeq.fast.mdeq", None)
+    monkeypatch.delattr(gdeq.fast, "mdeq", raising=False)
+    images = torch.randn(2, 2, 6, 6)
+    minimal(Broyden(max_iter=1, tol=0.0), fused=fused)(images)
+    with pytest.raises(ImportError):
+        minimal(Broyden(max_iter=1, tol=0.0), fused=True)(images)
+
+
 def test_a_wrong_size_names_the_nearest():
     with pytest.raises(ValueError, match="did you mean 'large'"):
         mdeq("LARGER")
@@ -338,6 +364,7 @@ def test_a_wrong_size_names_the_nearest():
         ({"dropout": 1.0}, ValueError, "dropout must be below 1"),
         ({"outer_norm": "layer"}, ValueError, "'batch' or 'group'"),
         ({"feedback": 0.0}, ValueError, "feedback must be above 0 and at most 1"),
+        ({"fused": "always"}, ValueError, "fused must be True, False or 'auto'"),
     ],
 )
 def test_wrong_options_say_what_is_right(options, error, message):
@@ -349,332 +376,3 @@ def test_lists_become_tuples_and_groups_shrink_to_divide():
     config = replace(MINIMAL, channels=[6, 10, 9], groups=4)
     assert config.channels == (6, 10, 9)
     assert MDEQ(config)(torch.randn(2, 2, 8, 8)).shape == (2, 3)
-
-
-# ---- stem and head in few kernels
-
-
-class Watched(Serial):
-    """Branches in turn that complain where streams of their own would read too early."""
-
-    def __init__(self, device, branches, grad):
-        self.branch, self.used, self.joined = 0, [], False
-        self.marked, self.awaited, self.branches = {}, {0}, branches
-
-    @contextlib.contextmanager
-    def on(self, branch):
-        assert branch < self.branches
-        self.branch = branch
-        self.used.append(branch)
-        yield
-        self.branch = 0
-
-    def mark(self, name):
-        self.marked[name] = self.branch
-
-    def await_(self, name):
-        self.awaited.add(self.marked[name])
-
-    def reads(self, *values):
-        assert tensors_in(values)
-
-    def join(self, results):
-        # The way down reads what every branch made, each after waiting for it.
-        assert self.awaited == set(range(self.branches))
-        self.joined = True
-
-
-def few_programs(monkeypatch):
-    """The interpreter's time goes by programs."""
-    for module in (norms, weights):
-        for name, tuning in module.TUNING.items():
-            few = {"run_bytes": 1 << 20} if module is norms else {"rows": 64}
-            monkeypatch.setitem(module.TUNING, name, replace(tuning, **few))
-
-
-@pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
-@pytest.mark.parametrize(
-    "overrides",
-    [{}, {"channels": (4, 4, 8), "head_channels": (1, 1, 2)}, {"outer_norm": "batch"}],
-    ids=["shortcuts", "identities", "batch norms"],
-)
-def test_stem_and_head_in_few_kernels_compute_the_same(overrides, monkeypatch):
-    # One step: the cell is in kernels too, and takes the interpreter's time.
-    model = minimal(Broyden(max_iter=1, tol=0.0), JFB(), downsample=1, **overrides)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    torch.manual_seed(2)  # with others, rounding may move a number past a ReLU's corner
-    images = torch.randn(3, 2, 9, 7)
-    names = list(model.state_dict())
-
-    def outcome():
-        logits = model(images)
-        weight = torch.linspace(-1, 1, logits.numel()).view_as(logits)
-        return [logits, *torch.autograd.grad((logits * weight).sum(), list(model.parameters()))]
-
-    expected = outcome()
-    calls = []
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float32)
-    monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
-    monkeypatch.setattr(model_file, "runs_as_kernels", lambda x, dtype=None: True)
-    made = []
-    monkeypatch.setattr(model_file, "Parallel", lambda *a: made.append(Watched(*a)) or made[-1])
-    monkeypatch.setattr(layers, "fuse", lambda *a: calls.append("fuse") or norms.fuse(*a))
-    monkeypatch.setattr(layers, "merge", lambda *a: calls.append("merge") or weights.merge(*a))
-    batched = lambda *a, **k: calls.append(len(a[0])) or norms.batch_norms(*a, **k)  # noqa: E731
-    monkeypatch.setattr(layers, "batch_norms", batched)
-    few_programs(monkeypatch)
-    found = outcome()
-    # Batch norms: three of the stem, three at each scale, two on the way down, the last.
-    by_batch = [1] * 3 + [1, 1, 2] * 3 + [1] * 3
-    by_group = ["fuse"] * 3
-    assert calls == ["merge", "merge", *(by_batch if "outer_norm" in overrides else by_group)]
-    sides, branches = made
-    assert sides.used == [1, 2]
-    assert sides.awaited == {0, 1, 2}
-    assert branches.used == [0, 1, 2]
-    assert branches.joined
-    assert list(model.state_dict()) == names
-    for a, b in zip(found, expected, strict=True):
-        assert (a - b).norm() <= 1e-3 * b.norm() + 1e-6
-    assert all(getattr(module, "ready", None) is None for module in model.modules())
-
-
-@pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
-@pytest.mark.parametrize(
-    ("dtype", "training", "norm"),
-    [
-        (torch.float32, True, "batch"),
-        (torch.bfloat16, False, "batch"),
-        (torch.float32, True, "group"),
-        (torch.bfloat16, False, "group"),
-    ],
-    ids=str,
-)
-def test_the_head_with_zeros_beside_its_channels_computes_the_same(
-    dtype, training, norm, monkeypatch
-):
-    torch.manual_seed(0)
-    config = replace(MINIMAL, outer_norm=norm, head_channels=(3, 8, 6))
-    first = model_file.Head(config).train(training)
-    z = [torch.randn(3, c, h, h).to(dtype) for c, h in ((4, 4), (4, 2), (6, 2))]
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: dtype)
-    monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
-    few_programs(monkeypatch)
-    names = list(first.state_dict())
-    outcomes = []
-    for multiple in (1, 8):
-        monkeypatch.setattr(layers, "MULTIPLE", multiple)
-        monkeypatch.setattr(layers, "joined_shortcuts", multiple == 8)
-        head = copy.deepcopy(first)
-        seen = []
-
-        def watched(forward, seen=seen):
-            def call(x):
-                y = forward(x)
-                seen.append((x.shape[1], y.shape[1]))
-                return y
-
-            return call
-
-        for widen in head.widen:
-            for layer in list(widen.body)[1:]:
-                if isinstance(layer, nn.Conv2d):  # not by a hook, which would see zeros
-                    layer.forward = watched(layer.forward)
-        inputs = [part.clone().requires_grad_() for part in z]
-        with layers.made_ready(head, z[0]):
-            joined = norm == "group" and multiple == 8
-            assert [widen.ready is not None for widen in head.widen] == [joined] * 3
-            y = z[0].new_zeros(())
-            for widen, part in zip(head.widen, inputs, strict=True):
-                out = widen(part)
-                y = y + (out * torch.linspace(-1, 1, out.numel()).view_as(out).to(dtype)).sum()
-        leaves = [*inputs, *head.widen.parameters()]
-        outcomes.append([y, *torch.autograd.grad(y, leaves), *head.buffers()])
-        assert list(head.state_dict()) == names
-        # Of one group of 3 channels a tile has one column to spare; of two groups, two.
-        room = {3: 8, 6: 8} if norm == "batch" and training else {6: 8} if norm == "group" else {}
-        room = room if multiple == 8 else {}
-        wide = [room.get(inner, inner) for inner in config.head_channels]
-        outer = [model_file.HEAD_EXPANSION * inner for inner in config.head_channels]
-        assert seen == [
-            pair
-            for inner, out in zip(wide, outer, strict=True)
-            for pair in ((inner, inner), (inner, out))
-        ]
-        assert all(getattr(m, "room", None) is None for m in head.modules())
-    for a, b in zip(*outcomes, strict=True):
-        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-        assert (a - b).double().norm() <= tolerance * b.double().norm() + 1e-5
-
-
-@pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
-def test_weights_are_made_before_the_stem_runs_and_once(monkeypatch):
-    model = minimal(Broyden(max_iter=1, tol=0.0), JFB(), fused=True)
-    images = torch.randn(2, 2, 8, 8)
-    expected = model(images)
-    calls, made = [], []
-    prepare, stem = mdeq_weights.prepare, model.stem.forward
-    monkeypatch.setattr(mdeq_weights, "prepare", lambda *a: calls.append("cell") or prepare(*a))
-    monkeypatch.setattr(model.stem, "forward", lambda x: calls.append("stem") or stem(x))
-    monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
-    monkeypatch.setattr(model_file, "runs_as_kernels", lambda x, dtype=None: True)
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float32)
-    monkeypatch.setattr(model_file, "Parallel", lambda *a: made.append(Watched(*a)) or made[-1])
-    few_programs(monkeypatch)
-    for beside, order in ((True, ["cell", "stem"]), (False, ["stem", "cell"])):
-        monkeypatch.setattr(model_file, "weights_beside", beside)
-        calls.clear()
-        assert torch.allclose(model(images), expected, atol=1e-4)
-        assert calls == order
-    assert len(made) == 3  # sides and the head's; the head's
-
-
-def test_the_published_head_in_half_precision_with_all_switches_on_and_off(device, monkeypatch):
-    if not available(device):
-        pytest.skip("Triton does not run here")
-    config = named("large", outer_norm="group")
-    head = model_file.Head(config).to(device)
-    # Not 4: of maps of one pixel oneDNN leaves parts of bf16 weights' gradients unwritten.
-    edge, batch = (32, 8) if device.type == "cuda" else (8, 2)
-    z = [
-        torch.randn(batch, c, e, e, device=device).bfloat16().to(memory_format=torch.channels_last)
-        for c, e in ((c, edge >> i) for i, c in enumerate(config.channels))
-    ]
-
-    def outcome(dtype, autocast):
-        given = [part.to(dtype).requires_grad_() for part in z]
-        leaves = [*given, *head.parameters()]
-        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-            ready = layers.made_ready(head, z[0]) if autocast else contextlib.nullcontext()
-            with ready:
-                # Gradients of leaves are to arrive on the current stream.
-                logits = head([part.view_as(part) for part in given])
-        weight = torch.linspace(-1, 1, logits.numel(), device=device).view_as(logits)
-        return [logits, *torch.autograd.grad((logits.float() * weight).sum(), leaves)]
-
-    truth = outcome(torch.float32, False)
-    if device.type == "cpu":
-        monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
-        monkeypatch.setattr(model_file, "runs_as_kernels", lambda x, dtype=None: True)
-        monkeypatch.setattr(model_file, "Parallel", Watched)
-        few_programs(monkeypatch)
-    errors = []
-    switches = [(layers, "group_rooms"), (layers, "joined_shortcuts"), (classifier, "enabled")]
-    for on in (False, True):
-        for place, name in (*switches, (norms.fusion_whole, "masked")):
-            monkeypatch.setattr(place, name, on)
-        for _ in range(5 if device.type == "cuda" else 1):
-            pairs = zip(outcome(torch.bfloat16, True), truth, strict=True)
-            errors.append([((a - b).norm() / b.norm()).item() for a, b in pairs])
-    names = [
-        "logits",
-        *(f"z[{i}]" for i in range(len(z))),
-        *(n for n, _ in head.named_parameters()),
-    ]
-    for found in errors[1:]:
-        for name, error, off in zip(names, found, errors[0], strict=True):
-            assert error <= 2 * off + 5e-3, f"{name}: off by {error:.3f}, without by {off:.3f}"
-
-
-@pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
-def test_hooks_and_other_classifiers_are_called(monkeypatch):
-    head = model_file.Head(MINIMAL)
-    z = [torch.randn(2, c, h, h) for c, h in ((4, 4), (4, 2), (6, 1))]
-    expected = head(z)
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.float32)
-    monkeypatch.setattr(layers, "runs_as_kernels", lambda x, dtype=None: True)
-    monkeypatch.setattr(model_file, "runs_as_kernels", lambda x, dtype=None: True)
-    monkeypatch.setattr(model_file, "Parallel", Watched)
-    few_programs(monkeypatch)
-    seen = []
-
-    def found():
-        seen.clear()
-        with layers.made_ready(head, z[0]):
-            return head(z)
-
-    assert torch.allclose(found(), expected, atol=1e-4)
-    watched = [head.classify, head.widen[0].body[0], head.widen[1].shortcut[0]]
-    handles = [m.register_forward_hook(lambda m, *_: seen.append(m)) for m in watched]
-    assert torch.allclose(found(), expected, atol=1e-4)
-    assert set(map(id, seen)) == set(map(id, watched))
-    for handle in handles:
-        handle.remove()
-    head.classify = nn.Identity()
-    assert found().shape == (2, MINIMAL.final_channels)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_scales_of_the_head_side_by_side_compute_the_same(monkeypatch):
-    device = torch.device("cuda")
-    model = minimal(channels=(16, 32, 64), head_channels=(4, 8, 16)).to(device)
-    images = torch.randn(64, 2, 32, 32, device=device)
-    model.deq.solver = Broyden(max_iter=2, tol=0.0)
-
-    def step():
-        with torch.autocast("cuda", torch.bfloat16):
-            logits = model(images)
-        weight = torch.linspace(-1, 1, logits.numel(), device=device).view_as(logits)
-        loss = (logits.float() * weight).sum()
-        return [logits, *torch.autograd.grad(loss, list(model.parameters()))]
-
-    monkeypatch.setattr(mdeq_fused, "streams_with_grad", False)
-    expected = step()
-    monkeypatch.setattr(mdeq_fused, "streams_with_grad", True)
-    for _ in range(10):
-        for a, b in zip(step(), expected, strict=True):
-            assert (a - b).norm() <= 2e-2 * b.norm() + 1e-6
-
-
-def test_layers_run_one_by_one_where_kernels_do_not():
-    pair = layers.Layers(layers.conv(3, 4, 1), layers.group_norm(2, 4), nn.ReLU())
-    x = torch.randn(2, 3, 5, 5)
-    assert torch.equal(pair(x), nn.Sequential(*pair)(x))
-    assert list(pair.state_dict()) == ["0.weight", "1.weight", "1.bias"]
-
-
-def test_the_head_averages_without_overflow(device):
-    """In half precision a sum over the image would leave the range."""
-    assert average(torch.full((1, 2, 32, 32), 70.0, dtype=torch.float16, device=device)).max() == 70
-    y = torch.randn(2, 3, 4, 5, dtype=torch.float64, device=device, requires_grad=True)
-    torch.testing.assert_close(average(y), y.mean(dim=(2, 3)))
-    assert torch.autograd.gradcheck(average, y)
-    assert torch.autograd.gradgradcheck(average, y)
-
-
-@pytest.mark.skipif(not available(torch.device("cpu")), reason="Triton does not run here")
-def test_float32_states_in_a_head_with_room(monkeypatch):
-    """Their convolutions are PyTorch's, without zeros beside the channels."""
-    torch.manual_seed(0)
-    head = model_file.Head(named("tiny", outer_norm="group", head_channels=(14, 28)))
-    z = [torch.randn(2, w, 8 >> i, 8 >> i) for i, w in enumerate(named("tiny").channels)]
-    with torch.no_grad():
-        truth = head(z)
-    half = lambda x, dtype=None: (dtype or x.dtype).itemsize == 2  # noqa: E731
-    monkeypatch.setattr(layers, "runs_as_kernels", half)
-    monkeypatch.setattr(model_file, "runs_as_kernels", half)
-    few_programs(monkeypatch)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        given = z[0].bfloat16()
-        with layers.made_ready(head, given):
-            assert any(getattr(m, "room", None) for m in head.modules())
-            found = head(z)
-    assert (found - truth).norm() < 0.03 * truth.norm()
-
-
-@pytest.mark.parametrize("hook", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-@pytest.mark.parametrize("everywhere", [False, True])
-def test_a_module_with_a_hook_is_watched(hook, everywhere):
-    module = torch.nn.Linear(2, 2)
-    assert layers.unwatched(module)
-    register = getattr(
-        torch.nn.modules.module if everywhere else module,
-        f"register_module_{hook}_hook" if everywhere else f"register_{hook}_hook",
-    )
-    handle = register(lambda *_: None)
-    assert not layers.unwatched(module)
-    handle.remove()
-    assert layers.unwatched(module)

@@ -1,1 +1,1 @@
-"""The fast engine: Broyden's method in product form, fused kernels, CUDA graphs and streams."""
+"""The fast engine: what runs on a GPU.  The core knows it through `gdeq.engine.choose` alone."""

@@ -1,11 +1,11 @@
-"""Steps in 8 bits: whole numbers from −127 to 127, and for each chunk of a step what they count.
+"""Steps in 8 bits: whole numbers from −127 to 127, and a scale for each chunk of a step.
 
 A chunk is ``block`` numbers of one part of the state, or what is left at the end of the part; its
 scale is its largest number over 127.  So a number is known to 1/254 of the largest one beside it.
 Rounding is to the nearest, and to the even one of two.  A chunk that is not finite has the scale
-infinity and zeros, whose product is NaN: as lost as it was.
+infinity and zeros, whose product is NaN.
 
-`gdeq.fast.kernels.chunks.rounded` is the same on a GPU.
+`gdeq.fast.kernels.chunks.rounded_with_bytes` does the same on a GPU.
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ from rich.markup import escape
 
 from gdeq import __version__
 from gdeq.lab import data as datasets
+from gdeq.lab.tasks import registry
 from gdeq.lab.training import config as configs
-from gdeq.lab.training import meanings
 from gdeq.lab.training.config import Config
-from gdeq.lab.training.presets import PRESETS
 from gdeq.lab.training.stopping import Interrupted
 from gdeq.options import count
 
@@ -44,9 +43,13 @@ paper = typer.Typer(
 app.add_typer(paper, name="paper")
 console = Console(highlight=False, markup=False, soft_wrap=True)
 
+PRESETS = registry.presets()
 Source = Annotated[
     str | None,
-    typer.Argument(help=f"A preset ({', '.join(PRESETS)}) or a YAML file.", show_default="digits"),
+    typer.Argument(
+        help=f"A preset ({', '.join(PRESETS)}), a YAML file, or a .py file with your own task.",
+        show_default="digits",
+    ),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -56,7 +59,10 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
-KEYS = ["Settings, with the default where no preset says otherwise:", "", *meanings.listed()]
+KEYS = ["Settings, with the default where no preset says otherwise:", ""]
+KEYS += configs.help_lines(registry.TASKS["images"].settings)
+KEYS += ["", "chars has, in place of data, label_smoothing, model and augment:", ""]
+KEYS += [line for line in configs.help_lines(registry.TASKS["chars"].settings) if line not in KEYS]
 Root = Annotated[
     Path | None, typer.Option("--data", help="Folder of the data sets ($GDEQ_DATA, else ./data).")
 ]
@@ -135,9 +141,13 @@ def train(
     data: Root = None,
     dry_run: DryRun = False,
 ) -> None:
-    """Train a multiscale DEQ.
+    """Train a deep equilibrium model.
 
     gdeq train                                   digits, on the CPU, a minute
+
+    gdeq train chars                             a language model, on the CPU, a minute
+
+    gdeq train my_task.py epochs=3               your own data, model, loss and metric
 
     gdeq train cifar10-fast gradient=implicit    another gradient
 
@@ -150,7 +160,7 @@ def train(
     if resume is not None:
         if run is not None:
             raise configs.ConfigError("--resume goes on in its own folder: leave --run out")
-        if source is not None and (source in PRESETS or is_yaml(source)):
+        if source is not None and (source in PRESETS or is_file(source)):
             raise configs.ConfigError(
                 f"--resume takes no preset and no file: the run's own config.yaml counts; leave "
                 f"{source} out (settings such as epochs=5 may follow)"
@@ -182,20 +192,23 @@ def evaluate(
     data: Root = None,
     device: Device = None,
 ) -> None:
-    """Test accuracy and loss of a finished run.
+    """Test metric and loss of a finished run.
 
-    With more steps than it was trained with the residual falls and the accuracy stays, if f has an
+    With more steps than it was trained with the residual falls and the metric stays, if f has an
     equilibrium.
     """
     from gdeq.lab.training import runs
+    from gdeq.lab.training.folder import RunFolder
 
+    task = registry.find(RunFolder.open(run).config().task)
     numbers: list[int | None] = [*steps] if steps else [None]
     for number in numbers:
         found = runs.evaluate(run, data, device, number)
         told = "" if number is None else f" with {count(number, 'solver step')}"
         console.print(
-            f"{run}{told}: test accuracy {found['accuracy']:.2f} %, loss {found['loss']:.4f}, "
-            f"{found['samples']:.0f} images, residual {found['residual']:.1e}"
+            f"{run}{told}: test {task.metric.text(found[task.metric.name])}, loss "
+            f"{found['loss']:.4f}, {found['samples']:.0f} {task.samples}, residual "
+            f"{found['residual']:.1e}"
         )
 
 
@@ -221,7 +234,7 @@ def compare(
     from gdeq.lab.training import runs
 
     config = chosen(source, settings, runs.GRADIENTS)
-    place = out or Path("runs") / f"compare-{config.data}-{config.model.size}"
+    place = out or Path("runs") / f"compare-{title_of(config)}"
     if dry_run:
         describe(config, runs.forecast_compare(place, config, pretraining, seeds, data))
         return
@@ -242,7 +255,7 @@ def similarity(
         list[int] | None, typer.Option("--epoch", help="Snapshots to look at (default: all).")
     ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Mini-batches at each.")] = 8,
-    batch_size: Annotated[int, typer.Option(min=1, help="Images in each.")] = 64,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples in each.")] = 64,
     exact_tol: ExactTol = 1e-4,
     data: Root = None,
     device: Device = None,
@@ -276,14 +289,21 @@ def similarity(
     console.print(f"kept in {run / 'similarity.jsonl'}")
 
 
+def by_method(records: list[dict[str, Any]], where: str) -> dict[str, list[float]]:
+    """The cosines of each method that has any; where: with which exact gradient, "" or "_here"."""
+    found: dict[str, list[float]] = {}
+    for record in records:
+        if record[f"solved{where}"] and record[f"cosine{where}"] is not None:
+            found.setdefault(record["method"], []).append(record[f"cosine{where}"])
+    return found
+
+
 def similarity_lines(epoch: int, records: list[dict[str, Any]], exact_tol: float) -> Iterator[str]:
     """What an epoch's records come to."""
     head = f"epoch {epoch:3d}  "
-    for method in dict.fromkeys(r["method"] for r in records):
-        cosines = [r["cosine"] for r in records if r["method"] == method and r["solved"]]
-        if cosines:
-            middle = statistics.median(cosines)
-            yield f"{head}{method:14s}  cosine: median {middle:.4f}, least {min(cosines):.4f}"
+    for method, cosines in by_method(records, "").items():
+        middle = statistics.median(cosines)
+        yield f"{head}{method:14s}  cosine: median {middle:.4f}, least {min(cosines):.4f}"
     mini = {r["batch"]: r for r in records}.values()
     solved = [r for r in mini if r["solved"]]
     if solved:
@@ -299,15 +319,11 @@ def similarity_lines(epoch: int, records: list[dict[str, Any]], exact_tol: float
     samples, left = sum(r["samples"] for r in mini), sum(r["solved"] for r in mini)
     if left == samples:
         return
-    for method in dict.fromkeys(r["method"] for r in records):
-        own = [r for r in records if r["method"] == method]
-        cosines = [r["cosine_here"] for r in own if r["solved_here"]]
-        if cosines:
-            middle = statistics.median(cosines)
-            yield (
-                f"{head}{method:14s}  cosine with an exact backward pass from where the run's "
-                f"solver stops: median {middle:.4f}"
-            )
+    for method, cosines in by_method(records, "_here").items():
+        yield (
+            f"{head}{method:14s}  cosine with an exact backward pass from where the run's solver "
+            f"stops: median {statistics.median(cosines):.4f}"
+        )
     rest = "The cosines above are those of the others, which are the easier ones"
     if not left:
         rest = "None is left: raise --exact-tol (float32 comes to about 1e-6)"
@@ -337,16 +353,23 @@ def report(
 @app.command()
 @plain_errors
 def bench(
+    cell: Annotated[
+        str, typer.Option(help="mdeq, or of plain modules: transformer, convolution, mlp.")
+    ] = "mdeq",
     size: Annotated[
         str | None,
-        typer.Option(help="small, tiny or large.", show_default="large; small on a CPU"),
+        typer.Option(help="Of an MDEQ: small, tiny, large.", show_default="large; small on a CPU"),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Images in a batch.", show_default="128; 64 on a CPU")
+        int | None, typer.Option(min=1, help="Samples in a batch.", show_default="128; 64 on a CPU")
     ] = None,
     side: Annotated[
         int | None,
-        typer.Option(min=4, help="Height and width of an image.", show_default="32; 8 on a CPU"),
+        typer.Option(
+            min=4,
+            help="Height and width of an image, or the tokens of a transformer.",
+            show_default="32; 8 on a CPU",
+        ),
     ] = None,
     forward: Annotated[int, typer.Option(min=1, help="Broyden steps of the forward pass.")] = 18,
     backward: Annotated[int, typer.Option(min=1, help="Broyden steps of Implicit.")] = 20,
@@ -372,24 +395,23 @@ def bench(
 ) -> None:
     """Time one training step: the four gradients, torchdeq beside them, and where the time goes.
 
-    On a GPU the paper's MDEQ-LARGE with a batch of 128; on a CPU a small one.  Random images: no
+    On a GPU the paper's MDEQ-LARGE with a batch of 128; on a CPU a small one.  Random inputs: no
     data set is needed.  torchdeq is run where it is installed, and its best precision counts.
+
+    --cell takes a cell as you would write it, with torch.compile and gdeq.capture on a GPU: a
+    transformer block, a residual convolution block or an MLP.
     """
     from gdeq.lab import bench as benches
     from gdeq.lab.training import runs
 
-    wanted = benches.default_setup(device)
-    given: dict[str, Any] = {
-        "size": size,
-        "batch": batch,
-        "side": side,
-        "forward": forward,
-        "backward": backward,
-        "precision": precision,
-        "rounds": rounds,
-    }
+    if cell not in benches.CELLS:
+        raise benches.BenchError(f"--cell must be one of {', '.join(benches.CELLS)}, got {cell!r}")
+    wanted = benches.default_setup(device, cell)
+    given: dict[str, Any] = {"size": size, "batch": batch, "side": side, "forward": forward}
+    given |= {"backward": backward, "precision": precision, "rounds": rounds}
     wanted = replace(wanted, **{k: v for k, v in given.items() if v is not None})
-    configs.check_names(wanted.size, wanted.precision)
+    names = {"precision": wanted.precision, "model": {"size": wanted.size}}
+    configs.from_dict(names)  # an error for one that does not exist
     chosen_peers = benches.read_peers(peers, wanted)
     runs.start_on(wanted.device, "--device ")
     benches.run(wanted, peers=chosen_peers, out=out, tell=typer.echo)
@@ -399,20 +421,11 @@ def bench(
 @plain_errors
 def paper_run(
     out: Annotated[Path, typer.Option(help="Folder for the run folders.")] = Path("runs/paper"),
-    minutes: Annotated[
-        float | None, typer.Option(min=0, help="Save and stop when these are over.")
-    ] = None,
     only: Annotated[
         list[str] | None, typer.Option(help="A run, a group, or a pattern: 'gdeq-*'. Repeatable.")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value for all runs. Repeatable.")
-    ] = None,
-    finished: Annotated[
-        list[Path] | None, typer.Option(help="A folder whose finished runs are not made again.")
-    ] = None,
-    export: Annotated[
-        Path | None, typer.Option(help="Keep all small files of the runs in this .tar.gz as well.")
     ] = None,
     batches: Annotated[int, typer.Option(min=1, help="Mini-batches of a similarity.")] = 8,
     images: Annotated[int, typer.Option(min=1, help="Images in each of them.")] = 64,
@@ -422,9 +435,8 @@ def paper_run(
 ) -> None:
     """All runs behind the paper's tables, most telling first; the same command goes on.
 
-    What has a summary.json is done, what has a checkpoint is resumed, and nothing is begun that
-    would not end in the minutes left.  Gradients are compared as soon as a run ends, in the same
-    process.  The training time of a run has neither its tests nor the compilation in it.
+    What has a summary.json is done, what has a checkpoint is resumed.  Gradients are compared as
+    soon as a run ends.  The training time of a run has neither its tests nor the compilation in it.
     """
     from gdeq.lab.paper import plan, running
 
@@ -432,11 +444,8 @@ def paper_run(
     plan.check_overrides(settings or [])
     journey = running.Journey(
         out,
-        minutes=minutes,
         overrides=settings or [],
         root=data,
-        finished=finished or [],
-        export=export,
         measure=running.Measure(batches, images, exact_tol),
         tell=console.print,
     )
@@ -447,8 +456,7 @@ def paper_run(
     try:
         journey.go(chosen_runs)
     finally:
-        if journey.outcomes:
-            console.print(journey.report(chosen_runs))
+        console.print(journey.report(chosen_runs))
 
 
 @paper.command("collect")
@@ -516,7 +524,7 @@ def chosen(source: str | None, settings: list[str] | None, gradients: Sequence[s
 
 
 def default_name(config: Config) -> str:
-    parts = [config.data, config.model.size, config.gradient.name]
+    parts = [title_of(config), config.gradient.name]
     if config.adapt.enabled:
         parts.append("adaptive")
     if config.pretrain_steps:
@@ -524,8 +532,12 @@ def default_name(config: Config) -> str:
     return "-".join([*parts, f"seed{config.seed}", time.strftime("%Y%m%d-%H%M%S")])
 
 
-def is_yaml(source: str) -> bool:
-    return Path(source).suffix in (".yaml", ".yml") and "=" not in source
+def title_of(config: Config) -> str:
+    return registry.find(config.task).title_of(config).replace(" ", "-")
+
+
+def is_file(source: str) -> bool:
+    return Path(source).suffix in (".yaml", ".yml", ".py") and "=" not in source
 
 
 def describe(config: Config, told: Forecast) -> None:

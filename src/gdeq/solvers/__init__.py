@@ -1,4 +1,4 @@
-"""One method and its state per file; the loop they share is `gdeq.solve`."""
+"""One method and its state per file; the loop they share is `gdeq.loop`."""
 
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdeq.operators import Inverse
 from gdeq.options import check_integer, check_real, options
-from gdeq.solvers.base import Solver, change_seen, select
+from gdeq.solvers.base import Point, Solver, System, advance, change_seen
 
 
 @dataclass
@@ -27,8 +26,8 @@ class Anderson(Solver):
         γ = argmin ‖g − ΔG γ‖² + λ ‖D γ‖²,      D = diag ‖Δg_i‖
         z ← z + β g − (ΔZ + β ΔG) γ
 
-    memory: the differences of so many steps are used.  On a GPU all steps of a solve are kept, in
-        half precision where f computes in it (`gdeq.fast.anderson_steps`).
+    memory: how many differences are used.  On a GPU all steps of a solve are kept, in half
+        precision where f computes in it.
     mixing: β in (0, 1].
     regularization: λ, relative to the size of each difference, so that it has no unit; never
         taken below the rounding level of the dtype.
@@ -44,59 +43,41 @@ class Anderson(Solver):
         check_real(self, "mixing", 0.0, 1.0, open_low=True)
         check_real(self, "regularization", 0.0)
 
-    def init(
-        self,
-        z: Tensor,
-        g: Tensor,
-        *,
-        steps: int,
-        precision: float,
-        inverse: Inverse | None = None,
-        right: Tensor | None = None,
-    ) -> AndersonState:
-        memory = max(1, min(self.memory, steps))
-        empty = z.new_zeros(z.shape[0], memory, z.shape[1])
-        count = torch.zeros(z.shape[0], dtype=torch.long, device=z.device)
-        return AndersonState(empty, torch.zeros_like(empty), count, precision)
+    def init(self, start: Point, system: System) -> AndersonState:
+        batch, d = start.z.shape
+        dz, dg = start.z.new_zeros(2, batch, min(self.memory, self.max_iter), d)
+        count = torch.zeros(batch, dtype=torch.long, device=dz.device)
+        return AndersonState(dz, dg, count, system.precision)
 
     def ridge(self, dtype: torch.dtype) -> float:
+        """λ, or the rounding level if that is larger."""
         return max(self.regularization, 10 * torch.finfo(dtype).eps)
 
-    def propose(self, z: Tensor, g: Tensor, state: AndersonState) -> Tensor:
-        plain = z + self.mixing * g
-        size = torch.linalg.vector_norm(state.dg, dim=2)  # (batch, memory)
+    def propose(self, here: Point, state: AndersonState) -> Tensor:
+        dz, dg = state.dz, state.dg
+        size = torch.linalg.vector_norm(dg, dim=2)  # (batch, memory)
         used = size > 0
         size = torch.where(used, size, 1.0)
         # Differences scaled to length one: the conditioning of the small system is then that of
         # their angles alone, and λ has no unit.
-        gram = torch.bmm(state.dg, state.dg.transpose(1, 2)) / (
-            size.unsqueeze(1) * size.unsqueeze(2)
-        )
-        right = torch.bmm(state.dg, g.unsqueeze(2)).squeeze(2) / size
-        diagonal = torch.where(used, self.ridge(z.dtype), 1.0).double()
+        gram = torch.bmm(dg, dg.transpose(1, 2)) / (size.unsqueeze(1) * size.unsqueeze(2))
+        right = torch.bmm(dg, here.g.unsqueeze(2)).squeeze(2) / size
+        diagonal = torch.where(used, self.ridge(here.z.dtype), 1.0).double()
         system = gram.double() + torch.diag_embed(diagonal)
         # solve_ex does not read the device to look for errors: the ridge keeps it regular.
         scaled, _ = torch.linalg.solve_ex(system, right.double().unsqueeze(2))
-        gamma = scaled.squeeze(2).to(z.dtype) / size  # (batch, memory)
-        history = state.dz + self.mixing * state.dg
-        return plain - torch.bmm(gamma.unsqueeze(1), history).squeeze(1)
+        gamma = scaled.squeeze(2).to(here.z.dtype) / size  # (batch, memory)
+        plain = here.z + self.mixing * here.g
+        return plain - torch.bmm(gamma.unsqueeze(1), dz + self.mixing * dg).squeeze(1)
 
     def learn(
-        self,
-        z: Tensor,
-        g: Tensor,
-        z_try: Tensor,
-        g_try: Tensor,
-        accepted: Tensor,
-        state: AndersonState,
-    ) -> tuple[Tensor, Tensor, AndersonState]:
-        dz, dg = z_try - z, g_try - g
-        sound = change_seen(g, g_try, z_try, state.precision).unsqueeze(1)
-        rows = torch.arange(len(z), device=z.device)
+        self, here: Point, there: Point, accepted: Tensor, state: AndersonState
+    ) -> tuple[Point, AndersonState]:
+        sound = change_seen(here.g, there, state.precision).unsqueeze(1)
+        rows = torch.arange(len(accepted), device=accepted.device)
         place = state.count % state.dz.shape[1]
-        store = accepted.unsqueeze(1)
-        for kept, new in ((state.dz, dz), (state.dg, dg)):
+        for kept, new in ((state.dz, there.z - here.z), (state.dg, there.g - here.g)):
             seen = torch.where(sound, new, 0.0)  # of noise nothing is learned
-            kept[rows, place] = torch.where(store, seen, kept[rows, place])
+            kept[rows, place] = torch.where(accepted.unsqueeze(1), seen, kept[rows, place])
         state.count = state.count + accepted
-        return select(accepted, z_try, z), select(accepted, g_try, g), state
+        return advance(accepted, here, there), state

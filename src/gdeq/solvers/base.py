@@ -1,4 +1,4 @@
-"""What a solver is to the loop in `gdeq.solve`.
+"""What a solver is to the loop in `gdeq.loop`.
 
 A solver is frozen hyperparameters plus three small methods; what it learns is in a state that is
 passed in and returned.  The loop owns f, stopping, freezing and bookkeeping: a solver says where to
@@ -8,14 +8,32 @@ g(z) = f(z) − z, whose root is the fixed point.
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gdeq.operators import Inverse, norm
-from gdeq.options import check_choice, check_integer, check_real, options
+from gdeq.options import check_choice, check_integer, check_real, describe, options
+
+
+class Point(NamedTuple):
+    """An iterate of every sample."""
+
+    z: Tensor  # (batch, d)
+    g: Tensor  # (batch, d) f(z) − z
+
+
+@dataclass(frozen=True)
+class System:
+    """What is known of a map beside its values."""
+
+    precision: float  # spacing of the numbers that f computes with; smaller changes of g are noise
+    sizes: Sequence[int] = ()  # of the tensors that z consists of, if there are several
+    right: Tensor | None = None  # (batch, d) f(0), which says that f is affine
+    inverse: Inverse | None = None  # an estimate of (∂f/∂z − I)⁻¹ to start from
 
 
 @options
@@ -48,43 +66,36 @@ class Solver:
         check_choice(self, "stop", ("relative", "whole", "absolute"))
         check_integer(self, "check_every", 1)
 
-    def init(
-        self,
-        z: Tensor,  # (batch, d)
-        g: Tensor,  # (batch, d)
-        *,
-        steps: int,
-        precision: float,
-        inverse: Inverse | None = None,
-        right: Tensor | None = None,  # (batch, d)
-    ) -> Any:
-        """The state before the first of at most ``steps`` steps.
-
-        precision: spacing of the numbers f computes with; smaller changes of g are noise.
-        inverse: an estimate of (∂f/∂z − I)⁻¹ to start from, for the solvers that can use one.
-        right: f(0) where f is affine, for the solvers that can use it.
-        """
+    def init(self, start: Point, system: System) -> Any:
+        """The state before the first step."""
         raise NotImplementedError
 
-    def propose(self, z: Tensor, g: Tensor, state: Any) -> Tensor:  # -> (batch, d)
+    def propose(self, here: Point, state: Any) -> Tensor:  # -> (batch, d)
         """Where to evaluate f next."""
         raise NotImplementedError
 
-    def learn(
-        self,
-        z: Tensor,  # (batch, d)
-        g: Tensor,  # (batch, d)
-        z_try: Tensor,  # (batch, d)
-        g_try: Tensor,  # (batch, d)
-        accepted: Tensor,  # (batch,) bool: still running, and g_try is finite
-        state: Any,
-    ) -> tuple[Tensor, Tensor, Any]:
-        """The next iterate, its g, and the state; samples that are not accepted must not change."""
-        return select(accepted, z_try, z), select(accepted, g_try, g), state
+    def learn(self, here: Point, there: Point, accepted: Tensor, state: Any) -> tuple[Point, Any]:
+        """The next iterate and the state, from what was seen at the place proposed.
+
+        accepted: (batch,) still running, and f is finite there; others must not change.
+        """
+        return advance(accepted, here, there), state
 
     def inverse(self, state: Any, at: Tensor | None) -> Inverse | None:  # at: (batch,)
         """The inverse estimate as it was after step ``at`` of each sample (None: as it is)."""
         return None
+
+
+def check_solver(solver: object, *, linear: bool = False) -> Solver:
+    """Raise where this cannot solve for a fixed point; ``linear``: for that of an affine map."""
+    if not isinstance(solver, Solver):
+        raise TypeError(f"solver must be a solver such as gdeq.Broyden(), got {describe(solver)}")
+    if solver.linear_only and not linear:
+        raise ValueError(
+            f"{type(solver).__name__} solves linear systems only; use it as "
+            f"gdeq.Implicit(solver=gdeq.{type(solver).__name__}()), and gdeq.Broyden() here"
+        )
+    return solver
 
 
 # A change of g counts as seen only if it is this many times the rounding of f; what is learned from
@@ -100,9 +111,9 @@ def noise_level(precision: float) -> float:
     return (SEEN_IN_HALF if half else SEEN) * precision
 
 
-def change_seen(g: Tensor, g_try: Tensor, z_try: Tensor, precision: float) -> Tensor:  # -> (batch,)
-    """Whether g_try − g is more than the rounding of f at z_try."""
-    return norm(g_try - g) > noise_level(precision) * (norm(z_try) + norm(g_try))
+def change_seen(g: Tensor, there: Point, precision: float) -> Tensor:  # (batch, d) -> (batch,)
+    """Whether g has changed by more than the rounding of f."""
+    return norm(there.g - g) > noise_level(precision) * (norm(there.z) + norm(there.g))
 
 
 def select(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:  # (batch,), (batch, d), (batch, d)
@@ -110,3 +121,8 @@ def select(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:  # (batch,), (batc
     if mask.device.type == "cpu" and bool(mask.all()):
         return new  # reading the mask costs nothing here and saves a pass over the state
     return torch.where(mask.unsqueeze(1), new, old)
+
+
+def advance(mask: Tensor, here: Point, there: Point) -> Point:  # (batch,)
+    """``there`` for the samples of the mask."""
+    return Point(select(mask, there.z, here.z), select(mask, there.g, here.g))

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gdeq.fast.recording import recording
+from gdeq.looking import host_may_look
 from gdeq.operators import Inverse, LowRankInverse, dot, norm, safe_norms
 from gdeq.options import check_integer, check_real, options
-from gdeq.solvers.base import Solver, change_seen, select
+from gdeq.solvers.base import Point, Solver, System, advance, change_seen, select
 
 
 @dataclass
@@ -84,56 +84,41 @@ class Broyden(Solver):
         if self.step_bits not in (8, 16):
             raise ValueError(f"Broyden.step_bits must be 16 or 8, got {self.step_bits}")
 
-    def init(
-        self,
-        z: Tensor,
-        g: Tensor,
-        *,
-        steps: int,
-        precision: float,
-        inverse: Inverse | None = None,
-        right: Tensor | None = None,
-    ) -> BroydenState:
-        memory = max(1, steps if self.memory is None else min(self.memory, steps))
+    def init(self, start: Point, system: System) -> BroydenState:
+        batch, d = start.z.shape
+        memory = min(self.memory or self.max_iter, self.max_iter)
         # With a tolerance most solves end early: the store starts small and grows with the steps.
-        places = memory if self.tol == 0 else min(memory, 8)
-        empty = z.new_zeros(z.shape[0], places, z.shape[1])
-        count = torch.zeros(z.shape[0], dtype=torch.long, device=z.device)
-        bg = inverse.matvec(g) if inverse else -g
+        u, v = start.z.new_zeros(2, batch, memory if self.tol == 0 else min(memory, 8), d)
+        count = torch.zeros(batch, dtype=torch.long, device=u.device)
+        bg = system.inverse.matvec(start.g) if system.inverse else -start.g
         return BroydenState(
-            u=empty,
-            v=torch.zeros_like(empty),
+            u=u,
+            v=v,
             count=count,
             bg=bg,
             memory=memory,
-            precision=precision,
-            base=inverse,
-            rows=torch.arange(len(z), device=z.device),
+            precision=system.precision,
+            base=system.inverse,
+            rows=torch.arange(batch, device=u.device),
             counts=[count],
             lengths=[safe_norms(bg)[0]],
         )
 
-    def propose(self, z: Tensor, g: Tensor, state: BroydenState) -> Tensor:
+    def propose(self, here: Point, state: BroydenState) -> Tensor:
         if self.max_step is None:
-            return z - state.bg
-        bound = self.max_step * norm(z).clamp(min=1.0)
+            return here.z - state.bg
+        bound = self.max_step * norm(here.z).clamp(min=1.0)
         length = state.lengths[-1]
         shorten = torch.where(length > bound, bound / length, 1.0)
-        return z - shorten.unsqueeze(1) * state.bg
+        return here.z - shorten.unsqueeze(1) * state.bg
 
     def learn(
-        self,
-        z: Tensor,
-        g: Tensor,
-        z_try: Tensor,
-        g_try: Tensor,
-        accepted: Tensor,
-        state: BroydenState,
-    ) -> tuple[Tensor, Tensor, BroydenState]:
+        self, here: Point, there: Point, accepted: Tensor, state: BroydenState
+    ) -> tuple[Point, BroydenState]:
         taken = len(state.counts) - 1
         estimate = state.estimate()
-        s = z_try - z
-        bg, bg_try = state.bg, estimate.matvec(g_try)
+        s, g = there.z - here.z, there.g
+        bg, bg_try = state.bg, estimate.matvec(g)
         v = estimate.rmatvec(s)
 
         full = taken >= state.memory
@@ -144,8 +129,8 @@ class Broyden(Solver):
         at = (slice(None), taken % state.memory) if state.in_step else (state.rows, place)
         if full:  # drop the oldest (zeros, for a sample that has skipped updates)
             u_old, v_old = state.u[at], state.v[at]
-            bg = bg - u_old * dot(v_old, g)
-            bg_try = bg_try - u_old * dot(v_old, g_try)
+            bg = bg - u_old * dot(v_old, here.g)
+            bg_try = bg_try - u_old * dot(v_old, g)
             v = v - v_old * dot(u_old, s)
 
         by = bg_try - bg  # B⁻¹y
@@ -153,11 +138,11 @@ class Broyden(Solver):
         # Skip, rather than clip, an update that would divide by rounding errors: a denominator
         # that is zero relative to its factors, or a change of g that may be the rounding of f (at
         # the end of a solve; or f(z) = z + c, where y = 0).
-        eps = torch.finfo(z.dtype).eps
+        eps = torch.finfo(s.dtype).eps
         sound = denominator.abs().squeeze(1) > 1e3 * eps * norm(s) * norm(by)
-        sound &= change_seen(g, g_try, z_try, state.precision)
+        sound &= change_seen(here.g, there, state.precision)
         accept = accepted & sound
-        if z.device.type == "cpu" and bool(accept.all()):
+        if s.device.type == "cpu" and bool(accept.all()):
             u = (s - by) / denominator
         else:
             state.in_step = False
@@ -170,9 +155,9 @@ class Broyden(Solver):
         state.v[at] = v
         state.count = state.count + accept
         state.counts.append(state.count)
-        state.bg = select(accepted, torch.addcmul(bg_try, u, dot(v, g_try)), state.bg)
+        state.bg = select(accepted, torch.addcmul(bg_try, u, dot(v, g)), state.bg)
         state.lengths.append(safe_norms(state.bg)[0])
-        return select(accepted, z_try, z), select(accepted, g_try, g), state
+        return advance(accepted, here, there), state
 
     def inverse(self, state: BroydenState, at: Tensor | None) -> LowRankInverse:
         """Takes back the updates made after step ``at`` (None: there are none).
@@ -193,7 +178,7 @@ class Broyden(Solver):
         # The update at a place is the newest number below `last` that is congruent to it.
         number = last.unsqueeze(1) - 1 - (last.unsqueeze(1) - 1 - place) % state.memory
         stale = number >= kept.unsqueeze(1)  # (batch, used)
-        if not recording(at.device) and not bool(stale.any()):
+        if host_may_look(at.device) and not bool(stale.any()):
             return estimate
         # In place: the solve is over, and a copy would double the memory.
         estimate.u.masked_fill_(stale.unsqueeze(2), 0.0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gdeq.operators import Inverse, norm
 from gdeq.options import options
-from gdeq.solvers.base import Solver, select
+from gdeq.solvers.base import Point, Solver, System, advance
 
 
 @dataclass
@@ -21,9 +21,8 @@ class GMRESState:
     basis: Tensor  # (batch, places + 1, d) orthonormal, from r and the images of the directions
     directions: Tensor  # (batch, places, d)
     hessenberg: Tensor  # (batch, places + 1, places): A · directions = basis · hessenberg
-    step: int
-    precision: float
     inverse: Inverse | None
+    step: int = 0
 
 
 @options
@@ -35,72 +34,63 @@ class GMRES(Solver):
 
     An inverse estimate B⁻¹ ≈ (∂f/∂z − I)⁻¹ = −A⁻¹ preconditions from the right: directions are
     −B⁻¹q instead of q, so what is minimised and reported stays the residual of the system itself.
+    They are made orthogonal to each other, which changes nothing but rounding: all may be long in
+    the one direction that A shortens most, and the image of a long vector has lost its digits.
     With ``right`` = b given, the start z is the first direction from zero, already evaluated,
     instead of a point that the solution is stuck to: its length is then free.
     """
 
     linear_only: ClassVar[bool] = True
 
-    def init(
-        self,
-        z: Tensor,
-        g: Tensor,
-        *,
-        steps: int,
-        precision: float,
-        inverse: Inverse | None = None,
-        right: Tensor | None = None,
-    ) -> GMRESState:
-        batch, d = z.shape
+    def init(self, start: Point, system: System) -> GMRESState:
+        (batch, d), right = start.z.shape, system.right
         # A Krylov space has no more directions than the system.
-        places = min(steps, d) + (right is not None)
-        origin, r = (z, g) if right is None else (torch.zeros_like(z), right)
+        places = min(self.max_iter, d) + (right is not None)
+        origin, r = start if right is None else (torch.zeros_like(start.z), right)
         beta = norm(r).nan_to_num(0.0, 0.0).unsqueeze(1)  # a sample that failed spans nothing
-        basis = z.new_zeros(batch, places + 1, d)
+        basis = r.new_zeros(batch, places + 1, d)
         basis[:, 0] = torch.where(beta > 0, r, 0.0) / torch.where(beta > 0, beta, 1.0)
         state = GMRESState(
             origin=origin,
             r=r,
             beta=beta,
             basis=basis,
-            directions=z.new_zeros(batch, places, d),
-            hessenberg=z.new_zeros(batch, places + 1, places),
-            step=0,
-            precision=precision,
-            inverse=inverse,
+            directions=r.new_zeros(batch, places, d),
+            hessenberg=r.new_zeros(batch, places + 1, places),
+            inverse=system.inverse,
         )
         if right is not None:
-            self._extend(z, g, torch.isfinite(norm(g)), state)
+            self._extend(start, torch.isfinite(norm(start.g)), state)
         return state
 
-    def propose(self, z: Tensor, g: Tensor, state: GMRESState) -> Tensor:
+    def propose(self, here: Point, state: GMRESState) -> Tensor:
         if state.step == state.directions.shape[1]:
-            return z
+            return here.z
         q = state.basis[:, state.step]
-        p = q if state.inverse is None else -state.inverse.matvec(q)
+        p = q
+        if state.inverse is not None:
+            known = torch.nn.functional.normalize(state.directions[:, : state.step], dim=2)
+            p = state.inverse.negative_matvec(q)
+            for _ in range(2):
+                p = p - torch.bmm(torch.bmm(p.unsqueeze(1), known.mT), known).squeeze(1)
+            length = norm(p).unsqueeze(1)
+            p = torch.where(length > 0, p / length, q)
         # A probe, not an iterate; as long as r, so that subtracting from r loses no digits.
         return state.origin + state.beta * p
 
     def learn(
-        self,
-        z: Tensor,
-        g: Tensor,
-        z_try: Tensor,
-        g_try: Tensor,
-        accepted: Tensor,
-        state: GMRESState,
-    ) -> tuple[Tensor, Tensor, GMRESState]:
+        self, here: Point, there: Point, accepted: Tensor, state: GMRESState
+    ) -> tuple[Point, GMRESState]:
         if state.step == state.directions.shape[1]:
-            return z, g, state
-        self._extend(z_try, g_try, accepted, state)
-        z_new, g_new = self.minimise(state)
-        return select(accepted, z_new, z), select(accepted, g_new, g), state
+            return here, state
+        self._extend(there, accepted, state)
+        return advance(accepted, here, self.minimise(state)), state
 
-    def _extend(self, z: Tensor, g: Tensor, accepted: Tensor, state: GMRESState) -> None:
+    def _extend(self, there: Point, accepted: Tensor, state: GMRESState) -> None:
         """Take in one more direction, z − origin, whose image under A is r − g."""
         j, mask = state.step, accepted.unsqueeze(1)
-        state.directions[:, j] = torch.where(mask, z - state.origin, 0.0)
-        image = torch.where(mask, state.r - g, 0.0)
+        state.directions[:, j] = torch.where(mask, there.z - state.origin, 0.0)
+        image = torch.where(mask, state.r - there.g, 0.0)
         size = norm(image)
         known = state.basis[:, : j + 1]
         for _ in range(2):  # Gram-Schmidt twice is enough to keep the basis orthogonal
@@ -108,16 +98,16 @@ class GMRES(Solver):
             state.hessenberg[:, : j + 1, j] += overlap.squeeze(2)
             image = image - torch.bmm(overlap.transpose(1, 2), known).squeeze(1)
         rest = norm(image)
-        rest = torch.where(rest > 10 * torch.finfo(z.dtype).eps * size, rest, 0.0)  # nothing new
+        rest = torch.where(rest > 10 * torch.finfo(rest.dtype).eps * size, rest, 0.0)  # or none
         state.hessenberg[:, j + 1, j] = rest
         state.basis[:, j + 1] = image * torch.where(rest > 0, 1 / rest, 0.0).unsqueeze(1)
         state.step = j + 1
 
-    def minimise(self, state: GMRESState) -> tuple[Tensor, Tensor]:  # -> (batch, d), (batch, d)
-        """The z of smallest ‖g‖ among origin + all combinations of the directions, and its g."""
+    def minimise(self, state: GMRESState) -> Point:
+        """The z of smallest ‖g‖ among origin + all combinations of the directions."""
         j = state.step
         if j == 0:
-            return state.origin, state.r
+            return Point(state.origin, state.r)
         # y = argmin ‖β e_1 − H y‖ by QR, in float64: it is tiny.
         h = state.hessenberg[:, : j + 1, :j].double()
         target = torch.zeros_like(h[:, :, :1])
@@ -133,4 +123,4 @@ class GMRES(Solver):
         left = (target - h @ y).to(state.r.dtype)  # (batch, j + 1, 1)
         move = torch.bmm(y.to(left.dtype).transpose(1, 2), state.directions[:, :j]).squeeze(1)
         g = torch.bmm(left.transpose(1, 2), state.basis[:, : j + 1]).squeeze(1)
-        return state.origin + move, g
+        return Point(state.origin + move, g)

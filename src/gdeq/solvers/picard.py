@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gdeq.operators import Inverse
 from gdeq.options import check_real, options
-from gdeq.solvers.base import Solver
+from gdeq.solvers.base import Point, Solver, System
 
 
 @options
@@ -22,17 +21,8 @@ class Picard(Solver):
         Solver.__post_init__(self)
         check_real(self, "damping", 0.0, 1.0, open_low=True)
 
-    def init(
-        self,
-        z: Tensor,
-        g: Tensor,
-        *,
-        steps: int,
-        precision: float,
-        inverse: Inverse | None = None,
-        right: Tensor | None = None,
-    ) -> None:
+    def init(self, start: Point, system: System) -> None:
         return None
 
-    def propose(self, z: Tensor, g: Tensor, state: None) -> Tensor:
-        return z + self.damping * g
+    def propose(self, here: Point, state: None) -> Tensor:
+        return here.z + self.damping * here.g

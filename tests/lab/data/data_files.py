@@ -26,7 +26,7 @@ def records():
 
 
 def md5s():
-    return {name: hashlib.md5(r.tobytes()).hexdigest() for name, r in records().items()}
+    return {f"{name}.bin": hashlib.md5(r.tobytes()).hexdigest() for name, r in records().items()}
 
 
 def write_binary(folder):
@@ -94,41 +94,22 @@ FASHION = {"train": 5, "t10k": 2}
 
 
 def idx_files():
+    """name -> the compressed file."""
     random = np.random.default_rng(3)
     made = {}
     for part, count in FASHION.items():
         images = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
         labels = random.integers(0, 10, count, dtype=np.uint8)
         head = struct.pack(">BBBB3I", 0, 0, 8, 3, count, 28, 28)
-        made[f"{part}-images-idx3-ubyte"] = head + images.tobytes()
-        made[f"{part}-labels-idx1-ubyte"] = (
+        made[f"{part}-images-idx3-ubyte.gz"] = head + images.tobytes()
+        made[f"{part}-labels-idx1-ubyte.gz"] = (
             struct.pack(">BBBBI", 0, 0, 8, 1, count) + labels.tobytes()
         )
-    return made
+    return {name: gzip.compress(data, mtime=0) for name, data in made.items()}
 
 
-def write_idx(folder, packed):
+def write_idx(folder):
     folder.mkdir(parents=True, exist_ok=True)
     for name, data in idx_files().items():
-        if packed:
-            (folder / f"{name}.gz").write_bytes(gzip.compress(data))
-        else:
-            (folder / name).write_bytes(data)
+        (folder / name).write_bytes(data)
     return folder
-
-
-def write_deb(path, payload_name="data.tar.xz"):
-    """An ar archive with an odd-sized first member, to try the padding."""
-    inner = io.BytesIO()
-    with tarfile.open(fileobj=inner, mode="w:xz") as archive:
-        for name, data in idx_files().items():
-            packed = gzip.compress(data)
-            info = tarfile.TarInfo(f"./usr/share/datasets/fashion-mnist/{name}.gz")
-            info.size = len(packed)
-            archive.addfile(info, io.BytesIO(packed))
-    out = b"!<arch>\n"
-    for name, data in [("debian-binary", b"2.0\n\n"), (payload_name, inner.getvalue())]:
-        out += f"{name:<16}{0:<12}{0:<6}{0:<6}{'100644':<8}{len(data):<10}`\n".encode()
-        out += data + b"\n" * (len(data) % 2)
-    path.write_bytes(out)
-    return path

@@ -1,15 +1,16 @@
 import hashlib
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gdeq.lab.data import Augment, Batches, load
+from gdeq.lab.data import Augment, Batches, ImageBatches, load
 
 MEAN, STD = (0.3, 0.6), (0.2, 0.5)
-AUGMENT = Augment(crop=2, cutout=3)
-MIXED = Augment(crop=2, cutout=3, cutmix=0.6, alternate=True)
+AUGMENT = Augment(crop=2, flip=True, cutout=3)
+MIXED = replace(AUGMENT, cutmix=0.6, alternate=True)
 
 
 def data(count=23, device="cpu"):
@@ -25,7 +26,7 @@ def varied(count=23, device="cpu"):
 
 def make(count=23, batch_size=5, source=data, device="cpu", **options):
     x, y = source(count, device)
-    return Batches(x, y, batch_size, mean=MEAN, std=STD, **options)
+    return ImageBatches(x, y, batch_size, mean=MEAN, std=STD, **options)
 
 
 def order(batches, epoch=0, start=0):
@@ -59,7 +60,7 @@ def test_images_are_normalised(device, channels_last):
 
 def test_the_train_set_has_mean_0_and_deviation_1():
     digits = load("digits")
-    batches = Batches(digits.train_x, digits.train_y, 1437, mean=digits.mean, std=digits.std)
+    batches = ImageBatches(digits.train_x, digits.train_y, 1437, mean=digits.mean, std=digits.std)
     ((_, (images, _)),) = batches.epoch()
     assert abs(images.double().mean()) < 1e-6
     assert images.double().std(unbiased=False) == pytest.approx(1, abs=1e-6)
@@ -135,7 +136,7 @@ def test_resuming_inside_an_epoch_is_exact(device, drop_last, augment):
 
 def test_augmentation_depends_on_the_batch():
     x = torch.arange(72, dtype=torch.uint8).reshape(1, 2, 6, 6).expand(20, -1, -1, -1).contiguous()
-    batches = Batches(x, torch.zeros(20).long(), 5, mean=MEAN, std=STD, augment=AUGMENT)
+    batches = ImageBatches(x, torch.zeros(20).long(), 5, mean=MEAN, std=STD, augment=AUGMENT)
     seen = [images for epoch in range(3) for _, (images, _) in batches.epoch(epoch)]
     assert len({images.numpy().tobytes() for images in seen}) == len(seen)
 
@@ -144,7 +145,7 @@ def test_augmented_images_are_moved_then_normalised_then_cut():
     """A white image: padding is black, a hole is the mean colour."""
     x = torch.full((64, 2, 6, 6), 255, dtype=torch.uint8)
     y = torch.zeros(64, dtype=torch.int64)
-    batches = Batches(x, y, 64, mean=MEAN, std=STD, augment=AUGMENT)
+    batches = ImageBatches(x, y, 64, mean=MEAN, std=STD, augment=AUGMENT)
     ((_, (images, _)),) = batches.epoch()
     for channel in range(2):
         levels = images[:, channel].unique().tolist()
@@ -178,7 +179,7 @@ def test_ranks_share_the_batch_of_one_process(world_size, augment, device):
 )
 def test_shares_are_those_of_the_pixels(count, batch_size, cutmix, shuffle):
     """Each image holds its own number: its pixels say how much of which image there is."""
-    augment = Augment(crop=0, flip=False, cutmix=cutmix)
+    augment = Augment(cutmix=cutmix)
     options = {"count": count, "batch_size": batch_size, "shuffle": shuffle, "drop_last": False}
     own = order(make(**options), 2)
     for index, (images, labels) in make(**options, augment=augment).epoch(2):
@@ -203,7 +204,7 @@ def test_mixed_images_are_finished_ones():
     """Crop, flip and cut-out are those without cutmix, of an image and of the one that follows."""
     options = {"source": varied, "seed": 4}
     plain = list(make(**options, augment=AUGMENT).epoch(1))
-    mixed = list(make(**options, augment=Augment(crop=2, cutout=3, cutmix=0.6)).epoch(1))
+    mixed = list(make(**options, augment=replace(AUGMENT, cutmix=0.6)).epoch(1))
     changed = 0
     for (_, (images, _)), (_, (found, _)) in zip(plain, mixed, strict=True):
         own, following = found == images, found == images.roll(-1, dims=0)
@@ -239,7 +240,7 @@ def flipped(epoch, count=64, **options):
     """Of each sample, whether it is flipped in this epoch; its left half is black."""
     x, y = torch.zeros(count, 1, 4, 4, dtype=torch.uint8), torch.arange(count)
     x[..., 2:] = 255
-    batches = Batches(x, y, mean=(0.5,), std=(0.5,), drop_last=False, **options)
+    batches = ImageBatches(x, y, mean=(0.5,), std=(0.5,), drop_last=False, **options)
     found = torch.zeros(count, dtype=torch.bool)
     for _, (images, labels) in batches.epoch(epoch):
         found[labels] = images[:, 0, 0, 0] > 0
@@ -247,7 +248,7 @@ def flipped(epoch, count=64, **options):
 
 
 def test_alternate_flips_every_image_in_every_second_epoch():
-    augment = Augment(crop=0, alternate=True)
+    augment = Augment(flip=True, alternate=True)
     first = flipped(0, batch_size=10, augment=augment)
     assert 16 < first.sum() < 48
     for epoch in range(1, 5):
@@ -255,14 +256,14 @@ def test_alternate_flips_every_image_in_every_second_epoch():
     # Of the seed, the sample and the epoch alone.
     assert torch.equal(flipped(2, batch_size=7, shuffle=False, augment=augment), first)
     assert not torch.equal(flipped(0, batch_size=10, seed=1, augment=augment), first)
-    coins = [flipped(epoch, batch_size=10, augment=Augment(crop=0)) for epoch in (0, 1)]
+    coins = [flipped(epoch, batch_size=10, augment=Augment(flip=True)) for epoch in (0, 1)]
     assert not torch.equal(*coins)
     assert not torch.equal(coins[0], ~coins[1])
 
 
 def test_alternate_changes_nothing_but_flips():
     plain, other = (
-        list(make(source=varied, augment=Augment(crop=2, alternate=alternate)).epoch(3))
+        list(make(source=varied, augment=Augment(crop=2, flip=True, alternate=alternate)).epoch(3))
         for alternate in (False, True)
     )
     turned = 0
@@ -299,7 +300,7 @@ def test_without_shuffling_the_order_is_that_of_the_data():
 def test_the_data_is_not_changed():
     x, y = varied()
     before = x.clone()
-    batches = Batches(x, y, 23, mean=MEAN, std=STD, augment=AUGMENT, shuffle=False)
+    batches = ImageBatches(x, y, 23, mean=MEAN, std=STD, augment=AUGMENT, shuffle=False)
     for _, (images, _) in batches.epoch():
         images.zero_()
     assert torch.equal(x, before)
@@ -322,21 +323,40 @@ def test_wrong_options(options, message):
         make(**options)
 
 
-def test_wrong_data():
-    x, y = data()
-    with pytest.raises(ValueError, match="uint8 images"):
-        Batches(x.float(), y, 5, mean=MEAN, std=STD)
-    with pytest.raises(ValueError, match="int64 labels"):
-        Batches(x, y[:-1], 5, mean=MEAN, std=STD)
-    with pytest.raises(ValueError, match="one value for each of the 2 channels, got 1 and 2"):
-        Batches(x, y, 5, mean=(0.5,), std=STD)
-    with pytest.raises(ValueError, match="std must be positive"):
-        Batches(x, y, 5, mean=MEAN, std=(0.0, 1.0))
-    with pytest.raises(ValueError, match="the data set is empty"):
-        Batches(x[:0], y[:0], 5, mean=MEAN, std=STD)
-    with pytest.raises(ValueError, match="put both on one device"):
-        Batches(x.to("meta"), y, 5, mean=MEAN, std=STD)
-    with pytest.raises(TypeError, match=r"augment must be Augment\(...\) or None"):
-        Batches(x, y, 5, mean=MEAN, std=STD, augment=True)
+X, Y = data()
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "options", "message"),
+    [
+        (X.float(), Y, {}, "uint8 images"),
+        (X, Y[:-1], {}, "int64 labels"),
+        (X, Y, {"mean": (0.5,)}, "one value for each of the 2 channels, got 1 and 2"),
+        (X, Y, {"std": (0.0, 1.0)}, "std must be positive"),
+        (X[:0], Y[:0], {}, "the data set is empty"),
+        (X.to("meta"), Y, {}, "put both on one device"),
+        (X, Y, {"augment": True}, r"augment must be Augment\(...\) or None"),
+    ],
+)
+def test_wrong_data(x, y, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ImageBatches(x, y, 5, **{"mean": MEAN, "std": STD, **options})
+
+
+def test_a_start_beyond_the_epoch():
     with pytest.raises(ValueError, match=r"start must be in 0\.\.4"):
         make().epoch(0, start=5)
+
+
+def test_batches_of_any_tensors():
+    """As many as there are, of any kind; the same order as that of images."""
+    made = Batches((Y, 2 * Y, Y[:, None].double()), 5, seed=3)
+    for (index, batch), expected in zip(made.epoch(1), order(make(seed=3), 1), strict=True):
+        assert [tensor.flatten().tolist() for tensor in batch] == [
+            expected,
+            [2 * n for n in expected],
+            expected,
+        ]
+        assert 0 <= index < len(made) == 4
+    with pytest.raises(ValueError, match="one row a sample, these have 23, 22"):
+        Batches((Y, Y[1:]), 5)

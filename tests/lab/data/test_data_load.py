@@ -64,12 +64,6 @@ def test_statistics_are_those_of_numpy():
     assert std[2] == 0.0
 
 
-def test_datasets_are_frozen():
-    digits = load("digits")
-    with pytest.raises(AttributeError):
-        digits.name = "other"
-
-
 @pytest.mark.parametrize(
     ("wrong", "near"),
     [("cifar-10", "cifar10"), ("CIFAR10", "cifar10"), ("fashion_mnist", "fashion-mnist")],
@@ -80,9 +74,8 @@ def test_an_unknown_name_suggests_the_right_one(wrong, near):
 
 
 def test_a_far_name_lists_them_all():
-    with pytest.raises(DataError, match="digits, cifar10, fashion-mnist") as caught:
+    with pytest.raises(DataError, match=r"'zzz' \(there are: digits, cifar10, fashion-mnist\)"):
         load("zzz")
-    assert "did you mean" not in str(caught.value)
     assert NAMES == ("digits", "cifar10", "fashion-mnist")
 
 

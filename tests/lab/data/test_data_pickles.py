@@ -72,19 +72,19 @@ def test_a_malicious_pickle_runs_nothing(tmp_path, protocol):
     ("data", "message"),
     [
         (b"\x80\x02cos\nsystem\nU\x02id\x85R.", "asks for posix.system|asks for os.system"),
-        (b"(S'id'\nios\nsystem\n.", "instruction STRING"),
+        (b"(S'id'\nios\nsystem\n.", "asks for os.system"),
         (b"\x80\x02cbuiltins\neval\nU\x011\x85R.", "asks for builtins.eval"),
         (b"\x80\x02c__builtin__\neval\nU\x011\x85R.", "asks for __builtin__.eval"),
         (b"\x80\x02cnumpy\nload\nU\x011\x85R.", "asks for numpy.load"),
         (b"\x80\x04\x8c\x05numpy\x8c\x0bf2py.os.sys\x93.", "asks for numpy.f2py.os.sys"),
-        (b"\x80\x02cnumpy\ndtype\nU\x01O\x85R.", "calls Name"),
-        (b"\x80\x02cnumpy\nndarray\nK\x01\x85R.", "calls Name"),
-        (b"\x80\x02]]R.", "calls \\[\\]"),
-        (b"\x80\x02cnumpy\nndarray\n}b.", "sets the state of a Name"),
-        (b"\x80\x02}}b.", "sets the state of a dict"),
-        (b"\x80\x02cnumpy\nndarray\n)\x81.", "instruction NEWOBJ"),
-        (b"\x80\x02\x82\x01.", "instruction EXT1"),
-        (b"\x80\x02U\x01xQ.", "instruction BINPERSID"),
+        (b"\x80\x02cnumpy\ndtype\nU\x01O\x85R.", "calls numpy.dtype"),
+        (b"\x80\x02cnumpy\nndarray\nK\x01\x85R.", "calls numpy.ndarray"),
+        (b"\x80\x02]]R.", "not a pickle"),
+        (b"\x80\x02cnumpy\nndarray\n}b.", "sets the state of numpy.ndarray"),
+        (b"\x80\x02}}U\x01xK\x01sb.", "not a pickle"),
+        (b"\x80\x02cnumpy\nndarray\n)\x81.", "not a pickle"),
+        (b"\x80\x02\x82\x01.", "asks for an extension"),
+        (b"\x80\x02U\x01xQ.", "asks for a persistent object"),
     ],
 )
 def test_everything_else_is_refused(tmp_path, data, message):
@@ -94,7 +94,7 @@ def test_everything_else_is_refused(tmp_path, data, message):
 
 def test_an_array_of_objects_is_refused(tmp_path):
     data = pickle.dumps(np.array([{}, []], dtype=object), 2)
-    with pytest.raises(DataError, match="calls Name"):
+    with pytest.raises(DataError, match=r"calls numpy\.dtype"):
         read(tmp_path, data)
 
 

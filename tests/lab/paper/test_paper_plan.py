@@ -6,7 +6,6 @@ from paper_runs import SETTINGS
 from gdeq.lab.paper import plan
 from gdeq.lab.report.methods import label
 from gdeq.lab.training.config import ConfigError, differences, load
-from gdeq.lab.training.similarity import methods_for
 
 
 def in_group(name):
@@ -41,26 +40,6 @@ def test_table_2_is_one_recipe_with_the_papers_steps():
             allowed |= {"epochs"}
         other = {key for key in changed if not key.startswith(("gradient.", "adapt."))}
         assert other <= allowed, name
-
-
-def test_forward_steps_are_varied_for_five_methods():
-    found = {(r.row, r.config().solver.max_iter) for r in in_group("steps")}
-    assert found == {(m, n) for m in plan.STUDIED for n in (4, 6, 9, 12, 18, 27)}
-    gradients = {r.row: r.config().gradient for r in in_group("steps")}
-    assert gradients["gdeq"].refine == 0
-    assert gradients["gdeq-refine1"].refine == 1
-    assert gradients["gdeq-tolerance"].tolerance is not None
-    assert len({r.config().solver.tol for r in in_group("tolerance")}) == 2
-
-
-def test_the_study_compares_all_its_gradients_for_each_budget():
-    studied = in_group("steps") + in_group("tolerance")
-    compared = [run for run in studied if run.similarity]
-    budgets = {(r.config().solver.max_iter, r.config().solver.tol) for r in studied}
-    assert {(r.config().solver.max_iter, r.config().solver.tol) for r in compared} == budgets
-    assert len(compared) == 2 * len(budgets)  # on the weights of two methods
-    for run in compared:
-        assert {plan.title(row) for row in plan.STUDIED} <= methods_for(run.config()).keys()
 
 
 def test_a_run_whose_gradients_are_compared_is_named_by_its_method(few_images):
@@ -99,7 +78,7 @@ def test_the_preset_is_the_adaptive_row():
 def test_what_tells_most_comes_first():
     names = [run.name for run in plan.make_plan()]
     assert set(names[:4]) == {f"{m}-seed0" for m in plan.METHODS}
-    assert names.index("gdeq-seed1") < names.index("steps04-gdeq")
+    assert names.index("gdeq-seed1") < names.index("record-adaptive")
     assert all(name.replace("-", "").replace(".", "").isalnum() for name in names)
 
 
@@ -109,18 +88,16 @@ def test_settings_for_all_have_the_last_word(few_images):
     assert (config.epochs, config.optimizer.lr, config.snapshots) == (3, 0.5, (1, 3))
     config = by_name["gdeq-seed2"].config(["epochs=3"])
     assert (config.seed, config.gradient.name) == (2, "gdeq")
-    config = by_name["steps04-gdeq"].config(["epochs=3"])
-    assert config.snapshots == (3,)  # its last epoch, wherever that is
     config = by_name["gdeq-pretrained-seed0"].config([*SETTINGS, "epochs=5"])
     assert config.pretrain_steps == 3  # a fifth of 15
 
 
 def test_chosen_by_name_pattern_and_group():
     assert [r.name for r in plan.chosen(["jfb-*", "sprint"])] == [
-        *("jfb-seed0", "jfb-pretrained-seed0", "sprint-adaptive", "sprint-6steps")
+        *("jfb-seed0", "jfb-pretrained-seed0", "sprint-adaptive")
     ]
-    assert [r.name for r in plan.chosen(["sprint-6steps"])] == ["sprint-6steps"]
-    assert {r.group for r in plan.chosen(["steps"])} == {"steps"}
+    assert [r.name for r in plan.chosen(["adaptive-seed1"])] == ["adaptive-seed1"]
+    assert {r.group for r in plan.chosen(["record"])} == {"record"}
     assert plan.chosen() == plan.make_plan()
     with pytest.raises(ConfigError, match=r"no run is called 'gdeg-\*'.*table2"):
         plan.chosen(["table2", "gdeg-*"])

@@ -15,41 +15,22 @@ def message(*arguments):
     return str(caught.value)
 
 
-def test_no_runs(tmp_path):
-    assert "no runs given" in message([], tmp_path / "out")
-    with pytest.raises(ReportError, match="no runs given"):
-        report.table([])
-
-
-def test_no_such_folder(tmp_path):
-    assert "nowhere does not exist" in message([tmp_path / "nowhere"], tmp_path / "out")
-
-
-def test_paths_are_told_as_they_were_given(tmp_path, monkeypatch):
+def test_what_is_no_run_is_told_as_it_was_given(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "runs" / "first")
-    assert message([Path("nowhere")], Path("out")) == "nowhere does not exist"
-    assert message([Path("runs")], Path("out")).startswith("runs is not a run folder")
-    assert "`gdeq report runs/first`" in message([Path("runs")], Path("out"))
-    assert report.write([Path("runs/first")], Path("out")) == Path("out/report.html")
-
-
-def test_a_file_is_no_run(tmp_path):
-    (tmp_path / "file").write_text("x")
-    assert "is a file, not a run folder" in message([tmp_path / "file"], tmp_path / "out")
-
-
-def test_a_folder_that_is_no_run_folder(tmp_path):
     (tmp_path / "empty").mkdir()
-    text = message([tmp_path / "empty"], tmp_path / "out")
-    assert "not a run folder: it holds no config.yaml" in text
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_of_runs_names_them(tmp_path):
-    make_run(tmp_path / "runs" / "first")
-    text = message([tmp_path / "runs"], tmp_path / "out")
-    assert f"run folders are inside it: `gdeq report {tmp_path / 'runs' / 'first'}`" in text
+    (tmp_path / "file").write_text("x")
+    out = Path("out")
+    assert "no runs given" in message([], out)
+    assert message([Path("nowhere")], out) == "nowhere does not exist"
+    assert message([Path("file")], out) == "file is a file, not a run folder"
+    assert message([Path("empty")], out) == "empty is not a run folder: it holds no config.yaml"
+    assert message([Path("runs")], out).startswith("runs is not a run folder")
+    assert "are inside it: `gdeq report runs/first`" in message([Path("runs")], out)
+    assert not out.exists()
+    assert report.write([Path("runs/first")], out) == Path("out/report.html")
+    with pytest.raises(ReportError, match="no runs given"):
+        report.table([])
 
 
 @pytest.mark.parametrize(("text", "part"), [("a: [", "not valid YAML"), ("- 1", "no settings")])

@@ -2,16 +2,22 @@
 
 import json
 import re
+from unittest import mock
 
 import pytest
 from report_runs import make_run
 
 from gdeq.lab.report.draw import draw
-from gdeq.lab.report.figures import floor, make_figures, thinned
+from gdeq.lab.report.exactness import similarities
+from gdeq.lab.report.figures import Line, floor, make_figures, thinned
 from gdeq.lab.report.methods import looks
 from gdeq.lab.report.rows import make_rows
-from gdeq.lab.report.runs import read_runs
-from gdeq.lab.report.similarity import similarities
+from gdeq.lab.report.runs import Metric, read_runs
+
+
+def lines(*curves):
+    run = mock.Mock(metric=Metric())
+    return tuple(Line("GDEQ", run, list(enumerate(curve))) for curve in curves)
 
 
 def test_long_lines_are_thinned_to_medians():
@@ -25,25 +31,25 @@ def test_long_lines_are_thinned_to_medians():
 
 
 def test_the_accuracy_axis_leaves_out_the_first_epochs_of_long_runs():
-    assert floor([[10.0, 50.0, 90.0]]) is None
+    assert floor(lines([10.0, 50.0, 90.0])) is None
     rising = [10.0, 50.0, 80.0, *([90.0] * 9), 92.0]
-    bottom = floor([rising, rising])
+    bottom = floor(lines(rising, rising))
     assert 80 < bottom < 90
-    assert floor([]) is None
-    assert floor([[90.0] * 12]) is None
+    assert floor(()) is None
+    assert floor(lines([90.0] * 12)) is None
 
 
 @pytest.mark.parametrize("low", [[10.0, 18.0], [18.0]])
 def test_the_accuracy_axis_holds_the_end_of_every_run(low):
     rising = [10.0, 50.0, 80.0, *([90.0] * 9), 92.0]
-    bottom = floor([rising, low])
+    bottom = floor(lines(rising, low))
     assert bottom is None or bottom < 18
 
 
 def test_a_single_epoch_has_whole_ticks(tmp_path):
     rows = make_rows(read_runs([make_run(tmp_path / "a", epochs=1)]))
     (figure,) = (f for f in make_figures(rows) if f.name == "accuracy_epochs")
-    _, svg = draw(figure, looks([row.label for row in rows]))
+    svg = draw(figure, looks([row.label for row in rows])).svg.decode()
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
     assert texts[: texts.index("epoch")] == ["1"]
 
@@ -67,10 +73,10 @@ def test_a_line_breaks_off_where_nothing_was_measured(tmp_path, unmeasured):
         texts.append(text.replace('"HOLE"', unmeasured) + "\n")
     (path / "metrics.jsonl").write_text("".join(texts))
     figures = {f.name: f for f in make_figures(make_rows(read_runs([path])))}
-    pieces = [[x for x, _ in line.points] for line in figures["backward_residual"].marks]
+    pieces = [[x for x, _ in line.points] for line in figures["backward_residual"].lines]
     assert pieces == [[4, 6, 8], [14, 16, 18, 20, 22]]
     assert len(figures["backward_residual"].labels) == 1
-    assert len(figures["residual"].marks) == 1
+    assert len(figures["residual"].lines) == 1
 
 
 @pytest.mark.parametrize("unmeasured", ["null", "0.0"])
@@ -94,6 +100,6 @@ def test_similarities_of_two_runs_are_not_pooled(tmp_path):
         *("similarity_cosine_2", "similarity_error_2"),
     ]
     (group,) = (g for g in found[0].groups if (g.method, g.epoch) == ("GDEQ refine 2", 4))
-    assert len(group.cosine) == 8
-    assert group.vjps == 2
+    assert len(group.values("cosine")) == 8
+    assert group.median("vjps", ".3g") == "2"
     assert 1.5e-7 <= found[0].exact_residual <= 3e-7

@@ -16,14 +16,13 @@ from training_runs import RICH, TINY
 
 from gdeq import __version__
 from gdeq.gradients import GDEQ, JFB, Implicit, Measured
-from gdeq.lab import bench as benches
 from gdeq.lab import report
-from gdeq.lab.bench import table
 from gdeq.lab.cli import app
+from gdeq.lab.tasks import registry
+from gdeq.lab.tasks.images import ImageConfig, Images
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import folder, runs, similarity
-from gdeq.lab.training.meanings import meanings
-from gdeq.lab.training.presets import PRESETS
+from gdeq.lab.training.config import meanings
 
 COMMANDS = ("train", "evaluate", "compare", "similarity", "bench", "report", "data", "info")
 
@@ -142,7 +141,7 @@ def test_similarity(gdeq, run):
         for one, other in zip(by[rough], by[fine], strict=True):
             assert other["relative_error"] < one["relative_error"]
     assert all(r["cosine"] > 0.99 for r in by["GDEQ refine 4"])
-    assert all(r["cosine"] > 0.999 for r in by["Implicit"])
+    assert all(r["cosine"] > 0.998 for r in by["Implicit"])
     assert "epoch   1  GDEQ refine 4   cosine: median" in said
     assert "epoch   1  the exact gradient's own residual at most" in said
     assert all(0.01 < r["spectral_radius"] <= r["spectral_radius_max"] < 1 for r in records)
@@ -197,15 +196,15 @@ def test_similarity_without_an_exact_gradient_says_so_and_keeps_what_there_was(g
 
 
 def test_a_partial_loss_is_told(gdeq, run, monkeypatch):
-    real = similarity._exact
+    real = similarity.Problem.exact
 
-    def losing(model, solver, forward, backward, images, labels):
-        found = real(model, solver, forward, backward, images, labels)
+    def losing(problem, solver, forward, backward):
+        found = real(problem, solver, forward, backward)
         if solver.max_iter == similarity.EQUILIBRIUM_STEPS:
             found.taken[0] = False
         return found
 
-    monkeypatch.setattr(similarity, "_exact", losing)
+    monkeypatch.setattr(similarity.Problem, "exact", losing)
     code, said = gdeq("similarity", run, "--batches", "1", "--batch-size", "4")
     assert code == 0, said
     assert "1 of 4 samples are left out" in said
@@ -215,14 +214,22 @@ def test_a_partial_loss_is_told(gdeq, run, monkeypatch):
     assert "those left are the easier ones: 1 of 4 after epoch 1." in page
 
 
+def opened(run, count):
+    """The run after its first epoch, and images and labels of its data set."""
+    trainer = runs.trained(run, epoch=1)
+    x, y = (tensor[:count] for tensor in trainer.task.data.train)
+    return trainer, x.float() / 255, y
+
+
 def test_samples_without_an_equilibrium_are_in_neither_gradient(run, monkeypatch):
     """As if the mini-batch were of the others alone."""
     text = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(text.replace("max_iter: 3", "max_iter: 12"))
-    model, config, dataset = runs.trained_model(run, epoch=1)
-    images, labels = dataset.train_x[:6].float() / 255, dataset.train_y[:6]
-    images = images.reshape(6, *images.shape[-3:])
-    solver, own = config.solver.build(), {"GDEQ refine 1": GDEQ(refine=1), "JFB": Measured(JFB())}
+    trainer, images, labels = opened(run, 6)
+    solver, own = (
+        trainer.config.solver.build(),
+        {"GDEQ refine 1": GDEQ(refine=1), "JFB": Measured(JFB())},
+    )
     lost = torch.tensor([False, True, False, False, True, False])
     real = Implicit.cotangent
 
@@ -234,8 +241,10 @@ def test_samples_without_an_equilibrium_are_in_neither_gradient(run, monkeypatch
         return found
 
     monkeypatch.setattr(Implicit, "cotangent", some_lost)
-    all_six = list(similarity._compare(model, solver, 1e-4, own, images, labels))
-    others = list(similarity._compare(model, solver, 1e-4, own, images[~lost], labels[~lost]))
+    all_six, others = (
+        list(similarity.compare(similarity.Problem(trainer, batch), solver, 1e-4, own))
+        for batch in ((images, labels), (images[~lost], labels[~lost]))
+    )
     for found, expected in zip(all_six, others, strict=True):
         assert (found["samples"], found["solved"], found["solved_here"]) == (6, 4, 6)
         assert (expected["samples"], expected["solved"], expected["solved_here"]) == (4, 4, 4)
@@ -248,18 +257,21 @@ def test_samples_without_an_equilibrium_are_in_neither_gradient(run, monkeypatch
 
 
 def test_an_image_that_is_not_finite_is_left_out_of_the_others_gradients(run):
-    model, config, dataset = runs.trained_model(run, epoch=1)
-    images, labels = dataset.train_x[:4].float() / 255, dataset.train_y[:4]
-    images = images.reshape(4, *images.shape[-3:]).clone()
-    solver, own = config.solver.build(), {"GDEQ refine 1": GDEQ(refine=1)}
-    (expected,) = similarity._compare(model, solver, 1e-4, own, images[1:], labels[1:])
+    trainer, images, labels = opened(run, 4)
+    own = {"GDEQ refine 1": GDEQ(refine=1)}
+
+    def compared(*batch):
+        problem = similarity.Problem(trainer, batch)
+        return list(similarity.compare(problem, trainer.config.solver.build(), 1e-4, own))
+
+    (expected,) = compared(images[1:], labels[1:])
     images[0] = math.nan
-    (found,) = similarity._compare(model, solver, 1e-4, own, images, labels)
+    (found,) = compared(images, labels)
     assert (found["samples"], found["solved"]) == (4, expected["solved"])
     assert found["cosine"] == pytest.approx(expected["cosine"], rel=1e-4)
     images[:] = math.nan
     with pytest.raises(RuntimeError, match="for no image of a mini-batch"):
-        list(similarity._compare(model, solver, 1e-4, own, images, labels))
+        compared(images, labels)
 
 
 @pytest.mark.parametrize("trained_in", ["tf32", "bf16"])
@@ -275,13 +287,13 @@ def test_similarity_is_in_float32(run, monkeypatch, trained_in):
             torch.is_autocast_enabled("cpu"),
         )
 
-    inside, real = set(), similarity.cross_entropy
+    inside, real = set(), Images.losses
 
-    def noting(*args, **options):
+    def noting(*args):
         inside.add(arithmetic())
-        return real(*args, **options)
+        return real(*args)
 
-    monkeypatch.setattr(similarity, "cross_entropy", noting)
+    monkeypatch.setattr(Images, "losses", noting)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -415,96 +427,6 @@ def test_report_of_nothing(gdeq, tmp_path):
     assert "error: " in said
 
 
-def test_bench_times_every_gradient(gdeq, tmp_path):
-    few = ("--batch", "2", "--forward", "2", "--backward", "2", "--rounds", "1")
-    code, said = gdeq("bench", *few, "--peers", "float32", "--out", tmp_path / "bench")
-    assert code == 0, said
-    found = json.loads((tmp_path / "bench" / "step.json").read_text())
-    names = [f"gdeq: {name}" for name in ("gdeq", "gdeq refine 1", "jfb", "npg", "implicit")]
-    peers = ("implicit", "implicit by a hook", "jfb")
-    names += [f"torchdeq: {peer}, float32" for peer in peers]
-    assert [row["name"] for row in found["rows"]] == names
-    assert all(name in said for name in names)
-    assert all(row["ms"] > 0 for row in found["rows"])
-    assert (tmp_path / "bench" / "step.txt").read_text().strip() in said
-    assert "GDEQ step ÷ (6 evaluations × f)" in said
-    if not torch.cuda.is_available():
-        assert "in a graph" not in said
-    assert " 0 TFLOP/s" not in said
-    assert "FLOP/s of a large matrix product" in said
-
-
-def test_bench_refuses_what_there_is_not(gdeq, tmp_path):
-    code, said = gdeq("bench", "--size", "huge")
-    assert code == 1
-    assert "small" in said
-    for peers in ("foo", "float32,foo", "none,foo"):
-        code, said = gdeq("bench", "--peers", peers)
-        assert code == 1
-        assert "is no precision; write some of float32,tf32,bf16 with commas" in said
-    (tmp_path / "file").write_text("")
-    few = ("--batch", "2", "--forward", "1", "--backward", "1", "--rounds", "1")
-    code, said = gdeq("bench", *few, "--out", tmp_path / "file")
-    assert code == 1
-    assert said == f"error: --out {tmp_path / 'file'} is a file, not a folder: choose another\n"
-    code, said = gdeq("bench", *few, "--out", tmp_path / "file" / "inner")
-    assert code == 1
-    assert f"error: cannot make the folder {tmp_path / 'file' / 'inner'}: Not a directory" in said
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_bench_without_a_gpu_says_what_to_do(gdeq):
-    code, said = gdeq("bench", "--device", "cuda")
-    assert code == 1
-    assert "PyTorch sees no GPU here; use --device cpu or --device auto" in said
-
-
-@pytest.mark.parametrize("gpu", [False, True])
-def test_bench_on_a_cpu_is_small_and_in_float32_also_where_there_is_a_gpu(monkeypatch, gpu):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    small = benches.default_setup("cpu")
-    assert (small.size, small.precision, small.device) == ("small", "float32", "cpu")
-    assert benches.default_setup() == (benches.Setup() if gpu else small)
-    assert benches.default_setup("cuda:1") == benches.Setup(device="cuda:1")
-
-
-def test_bench_peers():
-    cpu, gpu = benches.Setup(device="cpu"), benches.Setup(device="cuda")
-    assert benches.read_peers(None, cpu) == ("float32",)  # bf16 may be an illegal instruction
-    assert benches.read_peers(None, gpu) == ("float32", "tf32", "bf16")
-    assert benches.read_peers("none", gpu) == benches.read_peers("", gpu) == ()
-    assert benches.read_peers("tf32, float32", cpu) == ("tf32", "float32")
-
-
-@pytest.mark.parametrize(
-    ("precision", "peers", "named"),
-    [
-        ("bf16", (), "float32 for --precision is"),
-        ("float32", ("bf16",), "float32 for --peers is"),
-        ("bf16", ("bf16",), "float32 for --precision and --peers is"),
-        ("float32", None, None),
-    ],
-)
-def test_bench_warns_of_bf16_on_a_cpu_before_it_begins(monkeypatch, precision, peers, named):
-    said = []
-    monkeypatch.setattr(table, "_run", lambda *args: said.append("begun") or {})
-    setup = benches.Setup(precision=precision, device="cpu")
-    benches.run(setup, peers=peers, tell=said.append)
-    assert said.pop() == "begun"
-    assert len(said) == (named is not None)
-    if named:
-        assert said[0].startswith("warning: bf16 on a CPU")
-        assert named in said[0]
-
-
-@pytest.mark.parametrize(
-    ("amount", "text"),
-    [(12.0, "12.0 "), (4.5e6, "4.5 M"), (85e9, "85.0 G"), (7.9e14, "790.0 T"), (4e15, "4000.0 T")],
-)
-def test_bench_figures_have_a_fitting_prefix(amount, text):
-    assert table.scaled(amount) == text
-
-
 def test_info(gdeq):
     code, said = gdeq("info")
     assert code == 0
@@ -548,7 +470,7 @@ def test_version(gdeq):
 
 
 def test_alternate_is_explained_beside_flip():
-    told = {key: meaning for key, (_, meaning) in meanings().items()}
+    told = {key: meaning for key, (_, meaning) in meanings(ImageConfig).items()}
     assert "flipped in every second epoch, not by chance" in told["augment.alternate"]
 
 
@@ -569,10 +491,10 @@ def test_help_teaches(gdeq, name, monkeypatch):
     if name == "train":
         for key in ("optimizer.lr", "gradient.name", "--resume", "--dry-run", "torchrun"):
             assert key in said
-        assert all(preset in said for preset in PRESETS)
-        for key, (default, meaning) in meanings().items():
+        assert all(preset in said for preset in registry.presets())
+        for key, (default, meaning) in meanings(ImageConfig).items():
             assert f"{key}={default}" in said
-            assert meaning, f"config.py has no comment beside {key}"
+            assert meaning, f"no comment beside {key}"
             assert meaning in said
 
 

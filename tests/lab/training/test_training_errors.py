@@ -6,10 +6,11 @@ import pytest
 import torch
 from training_runs import TINY
 
+from gdeq.lab.tasks.images import Images
 from gdeq.lab.training import config as configs
-from gdeq.lab.training import loop, process, runs
+from gdeq.lab.training import process, runs
 
-BUILD = loop.build_model
+BUILD = Images.model
 
 
 def refused(gdeq, *args):
@@ -142,7 +143,7 @@ def test_not_a_setting(gdeq):
 
 def test_a_bad_preset_name(gdeq):
     said = refused(gdeq, "train", "cifar-10", "--dry-run")
-    presets = "digits, fashion-mnist, cifar10, cifar10-fast, cifar10-paper, cifar10-adaptive"
+    presets = "digits, fashion-mnist, cifar10, cifar10-fast, cifar10-paper, cifar10-adaptive, chars"
     assert f"'cifar-10' is neither a preset ({presets})" in said
     assert "did you mean 'cifar10'?" in said
 
@@ -310,9 +311,9 @@ def test_a_batch_larger_than_the_data_set(gdeq, tmp_path, few_images):
     assert "batch_size 500 is larger than the data set (12 samples)" in dry
 
 
-def expanding(config, dataset):
+def expanding(task):
     """A model whose f has no fixed point within reach."""
-    model = BUILD(config, dataset)
+    model = BUILD(task)
     for name, parameter in model.deq.cell.named_parameters():
         if name.endswith("original0"):  # the lengths of the normalised weights
             parameter.data *= 1000
@@ -323,7 +324,7 @@ def test_a_solver_that_stops_converging_is_told(gdeq, tmp_path, few_images, monk
     code, said = gdeq("train", *TINY, "epochs=1", "--run", tmp_path / "good")
     assert code == 0
     assert "warning" not in said
-    monkeypatch.setattr(loop, "build_model", expanding)
+    monkeypatch.setattr(Images, "model", expanding)
     settings = [*TINY, "epochs=1", "gradient=jfb", "solver=picard"]
     code, said = gdeq("train", *settings, "--run", tmp_path / "bad")
     assert code == 0, said  # it may recover: a warning, not an end

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,12 +11,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import PER_EPOCH, RICH, TINY, checkpoints, metrics, steps_seen, wait_until
+from training_runs import (
+    PER_EPOCH,
+    RICH,
+    TINY,
+    checkpoints,
+    metrics,
+    start_all,
+    steps_seen,
+    wait_until,
+)
 
-from gdeq.lab import data as datasets
-from gdeq.lab.training import building, checkpoint, process
+from gdeq.lab.tasks.images import Images
+from gdeq.lab.training import checkpoint, process
 from gdeq.lab.training import config as configs
-from gdeq.models.layers import BatchNorm2d
 
 # float32 sums in another order, through a few updates; a small difference feels it more.
 CURVE = {"loss": 1e-5, "train_loss": 1e-5, "test_loss": 1e-5, "residual": 1e-3}
@@ -38,17 +45,6 @@ def assert_same_curve(run, alone):
             assert one.get(key) == other.get(key), (key, one)
         for key in CURVE.keys() & one.keys():
             assert one[key] == pytest.approx(other[key], rel=CURVE[key]), (key, one)
-
-
-def start_all(zygote, folder, count, *args):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    return [
-        zygote.start(folder / f"log{r}", *args, **shared, RANK=str(r), LOCAL_RANK=str(r))
-        for r in range(count)
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -187,13 +183,12 @@ def test_a_batch_norm_over_several_processes(tmp_path, zygote):
 @pytest.mark.parametrize(("norm", "processes"), [("batch", 2), ("batch", 1), ("group", 2)])
 def test_batch_norms_on_several_gpus_share_their_statistics(few_images, norm, processes):
     config = configs.load("digits", [*TINY, f"model.outer_norm={norm}"])
-    model = building.build_model(config, datasets.load("digits"))
-    names = list(model.state_dict())
+    names = list(Images(config, process.Process(torch.device("cpu"))).model().state_dict())
     me = process.Process(torch.device("cuda", 0), 0, processes)
-    shared = building.share_batch_statistics(model, config, me)
+    shared = Images(config, me).model()
     kinds = {type(m) for m in shared.modules()}
     assert (torch.nn.SyncBatchNorm in kinds) is (norm == "batch" and processes == 2)
-    assert (BatchNorm2d in kinds) is (norm == "batch" and processes == 1)
+    assert (torch.nn.BatchNorm2d in kinds) is (norm == "batch" and processes == 1)
     assert list(shared.state_dict()) == names
 
 

@@ -1,4 +1,4 @@
-"""What one step does: rate, decay, clipping, averaging, the two phases, the Jacobian penalty."""
+"""What one step does: rate, decay, clipping, averaging, the two phases, the residual penalty."""
 
 import copy
 import json
@@ -13,13 +13,13 @@ from torch.nn.functional import cross_entropy
 from training_runs import PER_EPOCH, TINY
 
 from gdeq.gradients import GDEQ, Unrolled
+from gdeq.holding import VariationalDropout, hold
 from gdeq.lab import report
 from gdeq.lab.report.runs import read_run
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import loop, optimization, process, progress, records, runs
 from gdeq.lab.training.folder import RunFolder
 from gdeq.lab.training.metrics import Sums
-from gdeq.regularize import VariationalDropout, hold, jacobian_penalty, spectral_radius
 from gdeq.solvers import Broyden
 
 CPU = process.Process(torch.device("cpu"))
@@ -27,7 +27,7 @@ CPU = process.Process(torch.device("cpu"))
 
 def rates(*settings, total=10):
     config = configs.load("digits", [*TINY, "optimizer.lr=2", *settings])
-    return [loop.learning_rate(config, step, total) for step in range(total)]
+    return [optimization.learning_rate(config, step, total) for step in range(total)]
 
 
 def test_constant_rate():
@@ -122,47 +122,31 @@ def test_gradients_are_clipped(trainer):
 def test_averaged_weights(trainer):
     made = trainer("ema=0.4")
     expected = flat(made.model)
-    start = flat(made.average.model)
-    assert torch.equal(start, expected)
-    for number, batch in enumerate(batches(made), start=1):
+    for number, batch in enumerate(batches(made)):
         made.one_step(*batch)
-        decay = min(0.4, (1 + number) / (10 + number))
+        decay = min(0.4, (1 + number) / (10 + number)) if number else 0.0  # from the first step on
         expected = decay * expected + (1 - decay) * flat(made.model)
-        torch.testing.assert_close(flat(made.average.model), expected)
-    assert not torch.equal(flat(made.average.model), flat(made.model))
+        torch.testing.assert_close(flat(made.average.module), expected)
+    assert not torch.equal(flat(made.average.module), flat(made.model))
     # They are what is evaluated, and what is written.
     by_average = made.evaluate()
-    made.model.load_state_dict(made.average.model.state_dict())
+    made.model.load_state_dict(made.average.module.state_dict())
     made.average = None
     assert made.evaluate() == by_average
 
 
 def test_averaged_statistics_of_a_batch_norm(trainer):
     made = trainer("ema=0.4", "model.outer_norm=batch")
-    norm, kept = (m.stem[1] for m in (made.model, made.average.model))
+    norm, kept = (m.stem[1] for m in (made.model, made.average.module))
     assert isinstance(norm, torch.nn.BatchNorm2d)
     expected = kept.running_var.clone()
-    for number, batch in enumerate(batches(made), start=1):
+    for number, batch in enumerate(batches(made)):
         made.one_step(*batch)
-        decay = min(0.4, (1 + number) / (10 + number))
+        decay = min(0.4, (1 + number) / (10 + number)) if number else 0.0
         expected = decay * expected + (1 - decay) * norm.running_var
         torch.testing.assert_close(kept.running_var, expected)
-        assert kept.num_batches_tracked == norm.num_batches_tracked == number  # a whole number
+        assert kept.num_batches_tracked == norm.num_batches_tracked == number + 1  # whole numbers
     assert not torch.allclose(kept.running_var, norm.running_var, rtol=1e-4)
-
-
-def test_average_whose_share_is_a_tensor(trainer):
-    """As it is on a GPU."""
-    found = []
-    for share in (0.0, torch.zeros(())):
-        made = trainer("ema=0.4", "model.outer_norm=batch")
-        made.average.share = share
-        for batch in batches(made):
-            made.one_step(*batch)
-        assert type(made.average.share) is type(share)
-        found.append(made.average.model.state_dict())
-    assert share.item() == pytest.approx(1 - 4 / 13)
-    torch.testing.assert_close(*found)
 
 
 # -- tensors that a recorded step finds again ------------------------------------------------------
@@ -214,18 +198,16 @@ def test_an_update_on_a_gpu_asks_the_host_nothing(tmp_path, name):
     rates = [group["lr"] for group in made.optimizer.param_groups]
     assert len({rate.data_ptr() for rate in rates}) == (3 if name == "muon" else 2)
     assert all(rate.is_cuda for rate in rates)
-    assert made.average.share.is_cuda
     logits = torch.zeros(len(labels), 10, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
         made._prepare(1)
         torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1.0)
         made.optimizer.step()
-        made.sums.add(logits, labels, logits.sum(), made.model)
-        made.average.update()
+        made._add(made.sums, logits.sum(), logits, (labels,), made.deq)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert rates[0].item() == pytest.approx(loop.learning_rate(config, 1, made.total))
+    assert rates[0].item() == pytest.approx(optimization.learning_rate(config, 1, made.total))
     made.restore(made.state())
     assert [group["lr"] for group in made.optimizer.param_groups] == rates
     made.one_step(images, labels)
@@ -260,7 +242,7 @@ def test_sums_by_hand(trainer, backward):
             [
                 count,
                 count * loss.item(),
-                sum(row.argmax() == label for row, label in zip(logits, labels, strict=True)),
+                100 * sum(row.argmax() == label for row, label in zip(logits, labels, strict=True)),
                 sum(float(x) for x in solution.residual),
                 sum(float(x) for x in solution.steps),
                 sum(found),
@@ -272,8 +254,8 @@ def test_sums_by_hand(trainer, backward):
             ],
             dtype=torch.float64,
         )
-        made.sums.add(logits, labels, loss, made.model)
-        made.sums.add(logits, labels, loss, made.model)
+        for _ in range(2):
+            made._add(made.sums, loss, logits, (labels,), made.deq)
         for values in made.sums.values:
             torch.testing.assert_close(values, 2 * expected, rtol=1e-12, atol=0)
         expected.zero_()
@@ -286,7 +268,7 @@ def test_accuracy_counts_the_class_with_the_largest_share(trainer):
     made.sums.clear()
     shares = torch.tensor([[0.4, 0.6, 0.0], [0.7, 0.0, 0.3], [0.0, 0.0, 1.0], [0.1, 0.9, 0.0]])
     named = torch.nn.functional.one_hot(torch.tensor([1, 2, 2, 0]), 3).float()
-    made.sums.add(named, shares, torch.zeros(()), made.model)
+    made._add(made.sums, torch.zeros(()), named, (shares,), made.deq)
     assert made.sums.read(CPU)["accuracy"] == 50
 
 
@@ -383,59 +365,6 @@ def test_pretraining_is_an_unrolled_network(trainer):
     assert abs(cross_entropy(other(images), labels).item() - expected) > 1e-4
 
 
-def test_jacobian_penalty_is_in_the_objective(trainer):
-    settings = ["optimizer=sgd", "optimizer.momentum=0", "optimizer.lr=1"]
-    settings += ["optimizer.schedule=constant", "jacobian_weight=0.7", "jacobian_every=2"]
-    made = trainer(*settings)
-    images, labels = batches(made)[0]
-    model = copy.deepcopy(made.model).train()
-    torch.manual_seed(5)
-    loss = cross_entropy(model(images), labels)
-    injection, z = model.stem(images), model.deq.solution.z
-    with hold(model.deq.cell):
-        penalty = jacobian_penalty(lambda z: model.deq.cell(z, injection), z)
-    (loss + 0.7 * penalty).backward()
-    expected = flat(model) - torch.cat([p.grad.flatten() for p in model.parameters()])
-    torch.manual_seed(5)
-    made.one_step(images, labels)
-    torch.testing.assert_close(flat(made.model), expected, rtol=1e-5, atol=1e-6)
-    assert penalty.item() > 1e-3
-    # What is logged is the loss alone; and step 1 of 0, 1, 2 goes without the penalty.
-    assert made.sums.read(CPU)["loss"] == pytest.approx(loss.item(), rel=1e-6)
-    made._penalty = None
-    made.one_step(images, labels)
-
-
-def test_jacobian_penalty_is_on_the_f_that_was_solved(trainer, monkeypatch):
-    """One injection, one mask for each dropout: the forward pass and the penalty share them."""
-    made = trainer("jacobian_weight=1", "jacobian_every=1", "model.dropout=0.5")
-    masks, injections, seen = [], [], []
-    draw, penalty = VariationalDropout._draw, loop.jacobian_penalty
-
-    def counted(*args):
-        masks.append(draw(*args))
-        return masks[-1]
-
-    def watched(f, z, **options):
-        # At the solver's z its f has the solver's residual, and another f would not.
-        with torch.no_grad():
-            fz, z_flat = (torch.cat([t.flatten(1) for t in parts], 1) for parts in (f(z), z))
-        size = torch.maximum(fz.norm(dim=1), z_flat.norm(dim=1))
-        seen.append(((fz - z_flat).norm(dim=1) / size, made.model.deq.solution.residual))
-        return penalty(f, z, **options)
-
-    monkeypatch.setattr(VariationalDropout, "_draw", counted)
-    monkeypatch.setattr(loop, "jacobian_penalty", watched)
-    made.model.stem.register_forward_hook(lambda *_: injections.append(1))
-    made.one_step(*batches(made)[0])
-    assert len(injections) == 1
-    assert len(masks) == sum(isinstance(m, VariationalDropout) for m in made.model.modules())
-    ((found, expected),) = seen
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-    made.one_step(*batches(made)[1])
-    assert not torch.equal(masks[0], masks[len(masks) // 2])  # but each step has its own
-
-
 def test_tests_can_be_seldom(tmp_path, few_images, monkeypatch):
     settings = [*TINY, "epochs=5", "test_every=2"]
     tested, real = [], loop.Trainer.evaluate
@@ -447,53 +376,13 @@ def test_tests_can_be_seldom(tmp_path, few_images, monkeypatch):
     run = read_run(tmp_path / "run")
     accuracies = [epoch["test_accuracy"] for epoch in run.epochs]
     assert [a is not None for a in accuracies] == [False, True, False, True, True]
-    assert told["test_accuracy"] == run.accuracy == accuracies[-1]
+    assert told["test_accuracy"] == run.score == accuracies[-1]
     report.write([run.path], tmp_path / "page")
     (run.path / "summary.json").unlink()
     lines = (run.path / "metrics.jsonl").read_text().splitlines()
     ends = [n for n, line in enumerate(lines) if json.loads(line)["kind"] == "epoch"]
     (run.path / "metrics.jsonl").write_text("\n".join(lines[: ends[2] + 1]) + "\n")
-    assert read_run(run.path).accuracy == accuracies[1]  # stopped after the third
-
-
-def test_no_jacobian_penalty_in_pretraining(trainer, monkeypatch):
-    made = trainer("jacobian_weight=1", "jacobian_every=1", "pretrain_steps=2")
-    real, at = loop.jacobian_penalty, []
-
-    def noted(*args, **options):
-        at.append(made.step)
-        return real(*args, **options)
-
-    monkeypatch.setattr(loop, "jacobian_penalty", noted)
-    for batch in batches(made):
-        made.one_step(*batch)
-    assert at == [2]
-
-
-@pytest.mark.parametrize("step", ["null", "0.1"])  # exactly, by differences
-def test_jacobian_penalty_holds_the_spectral_radius_down(trainer, step):
-    def radius(weight):
-        made = trainer(
-            f"jacobian_weight={weight}",
-            "jacobian_every=1",
-            f"jacobian_step={step}",
-            "optimizer.lr=1e-2",
-        )
-        for _ in range(4):
-            for batch in batches(made):
-                made.one_step(*batch)
-        images, _ = batches(made)[0]
-        model = made.model.eval()
-        with torch.no_grad():
-            model(images)
-            injection = model.stem(images)
-        source = torch.Generator().manual_seed(0)
-        found = spectral_radius(
-            lambda z: model.deq.cell(z, injection), model.deq.solution.z, 20, source
-        )
-        return found.mean().item()
-
-    assert radius(20.0) < 0.8 * radius(0.0)
+    assert read_run(run.path).score == accuracies[1]  # stopped after the third
 
 
 def test_residual_penalty_is_in_the_objective(trainer):
@@ -521,6 +410,39 @@ def test_residual_penalty_is_in_the_objective(trainer):
     assert made.sums.read(CPU)["loss"] == pytest.approx(loss.item(), rel=1e-6)
     made._penalty = None  # step 1 of 0, 1, 2 goes without
     made.one_step(images, labels)
+
+
+def test_residual_penalty_is_on_the_f_that_was_solved(trainer, monkeypatch):
+    """One injection, one mask for each dropout: the forward pass and the penalty share them."""
+    settings = ["residual_weight=1", "residual_every=1", "model.dropout=0.5", "pretrain_steps=1"]
+    made = trainer(*settings)
+    masks, injections, seen = [], [], []
+    draw, penalty = VariationalDropout._draw, loop.residual_penalty
+
+    def counted(*args):
+        masks.append(draw(*args))
+        return masks[-1]
+
+    def watched(f, z):
+        # At the solver's z its f has the solver's residual, and another f would not.
+        with torch.no_grad():
+            fz, z_flat = (torch.cat([t.flatten(1) for t in parts], 1) for parts in (f(z), z))
+        size = torch.maximum(fz.norm(dim=1), z_flat.norm(dim=1))
+        seen.append(((fz - z_flat).norm(dim=1) / size, made.model.deq.solution.residual))
+        return penalty(f, z)
+
+    made.one_step(*batches(made)[0])
+    assert seen == []  # none while it is unrolled
+    monkeypatch.setattr(VariationalDropout, "_draw", counted)
+    monkeypatch.setattr(loop, "residual_penalty", watched)
+    made.model.stem.register_forward_hook(lambda *_: injections.append(1))
+    made.one_step(*batches(made)[1])
+    assert len(injections) == 1
+    assert len(masks) == sum(isinstance(m, VariationalDropout) for m in made.model.modules())
+    ((found, expected),) = seen
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    made.one_step(*batches(made)[2])
+    assert not torch.equal(masks[0], masks[len(masks) // 2])  # but each step has its own
 
 
 def test_residual_penalty_leaves_f_an_equilibrium(trainer):
@@ -690,7 +612,7 @@ def test_measured_steps_have_all_phases_of_a_penalty(trainer, every):
 
 
 def test_a_number_that_is_not_finite_is_in_its_own_window_alone():
-    sums = Sums(torch.device("cpu"))
+    sums = Sums(torch.device("cpu"), "accuracy")
     found = []
     for step in range(12):
         if step % 6 == 0:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -37,8 +38,6 @@ TINY = [
 # Everything that has a state: dropout masks, averaged weights, two phases, moved and mixed images.
 RICH = [*TINY, "model.dropout=0.2", "ema=0.9", "pretrain_steps=2", "augment.crop=1"]
 RICH += [
-    "jacobian_weight=0.1",
-    "jacobian_every=2",
     "residual_weight=0.1",
     "residual_every=3",
     "optimizer.clip=1",
@@ -152,3 +151,15 @@ class Child:
             assert time.monotonic() < end, "it does not end"
             time.sleep(0.01)
         return self.code
+
+
+def start_all(zygote, folder, count, *args):
+    """The command in so many processes, as `torchrun` would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    return [
+        zygote.start(folder / f"log{r}", *args, **shared, RANK=str(r), LOCAL_RANK=str(r))
+        for r in range(count)
+    ]

@@ -1,5 +1,5 @@
-"""Kernels in Triton, each beside a plain PyTorch function that it equals."""
+"""Kernels in Triton, one file per operation; each is tested against plain PyTorch."""
 
-from gdeq.fast.kernels.choice import available, chosen, use
+from gdeq.fast.kernels.device import available, on_device
 
-__all__ = ["available", "chosen", "use"]
+__all__ = ["available", "on_device"]

@@ -1,7 +1,7 @@
 """Vectors in chunks: a program takes one chunk of one sample.
 
 A vector lies either in rows, ``(batch, d)``, or in parts: all samples of the first tensor of the
-state, then all of the second, and so on (`gdeq.state.VectorMap`).  A chunk never crosses a part.
+state, then all of the second, and so on (`gdeq.fast.layout`).  A chunk never crosses a part.
 """
 
 from __future__ import annotations
@@ -23,28 +23,25 @@ PER_LEVEL = tl.constexpr(1 / eight_bits.LEVELS)
 LEAST = tl.constexpr(eight_bits.LEAST)
 NO_FRACTION = tl.constexpr(1.5 * 2**23)  # beside it, float32 holds whole numbers of 22 bits
 NO_FRACTION_BITS = tl.constexpr(0x4B400000)
-# Triton's interpreter: knows no assembly, and takes one number after another by a function of ours.
+# Triton's interpreter knows no assembly, and is slow with reductions by a function of our own.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
-def work(BACKWARDS: tl.constexpr):
-    """The chunk and the sample of this program.
+def work():
+    """The chunk and the sample of this program, from the last to the first.
 
-    BACKWARDS: what another kernel has just read to its end is best read from there: the last of it
-    is still in the cache.
+    What another kernel has just read to its end is best read from there: the last of it is still in
+    the cache.
     """
-    chunk, b = tl.program_id(0), tl.program_id(1)
-    if BACKWARDS:
-        chunk, b = tl.num_programs(0) - 1 - chunk, tl.num_programs(1) - 1 - b
+    chunk, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     return chunk, b.to(tl.int64)
 
 
 @triton.jit
-def place(table, b, at_parts, chunk, in_batch, d, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def place(table, b, chunk, batch, d, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """Where a chunk of sample b lies: in a batched vector, in parts, and how long it is.
 
-    at_parts: which one it is of the ``in_batch`` samples that are in parts.
     ALIGNED: all parts are multiples of 16 numbers.  Numbers from a table could be anything; told
     this, the compiler loads 16 bytes at once instead of 2 or 4, with half the registers.
     """
@@ -59,16 +56,16 @@ def place(table, b, at_parts, chunk, in_batch, d, ALIGNED: tl.constexpr, BLOCK: 
         length = tl.multiple_of(length, 16)
     lane = tl.arange(0, BLOCK)
     in_rows = b * d + row + lane
-    in_parts = start * in_batch + at_parts * size + offset + lane
+    in_parts = start * batch + b * size + offset + lane
     return lane, row, length, in_rows, in_parts
 
 
 @triton.jit
 def numbers(s, kind: tl.constexpr, SCALED: tl.constexpr):
-    """Stored numbers in the type that is computed in.
+    """Stored numbers in the type of the computation.
 
-    8 bits are added to the last ones of a float32 that has no fraction: an H200 converts whole
-    numbers by instructions that are slower than its memory.
+    8 bits are added to the last bits of a float32 without a fraction: instructions that convert
+    whole numbers are slower than the memory of an H200.
     """
     if SCALED:
         s = (s.to(tl.int32) + NO_FRACTION_BITS).to(tl.float32, bitcast=True) - NO_FRACTION
@@ -78,14 +75,12 @@ def numbers(s, kind: tl.constexpr, SCALED: tl.constexpr):
 @triton.jit
 def weighted_steps(
     total, base, scales, weight, lane, row, length, d, chunks, count,
-    SCALED: tl.constexpr, TILE: tl.constexpr, BACKWARDS: tl.constexpr,
+    SCALED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """total + Σ weight_j s_j over the steps of one sample; scales: of the chunk, in 8 bits."""
     for first in range(0, count, TILE):
         for i in tl.static_range(TILE):
-            j = first + i
-            if BACKWARDS:
-                j = count - 1 - j
+            j = count - 1 - first - i
             known = (j >= 0) & (j < count)
             w = tl.load(weight + j, mask=known, other=0.0)
             # What is not used may hold anything.
@@ -115,17 +110,11 @@ def largest_of(x):
 
 
 @triton.jit
-def rounded(x):
-    """`eight_bits.rounded_to_eight_bits` of one chunk: whole numbers as float32, the scale."""
-    whole, _bytes, scale = rounded_with_bytes(x)
-    return whole, scale
-
-
-@triton.jit
 def rounded_with_bytes(x):
-    """`rounded`, with the same numbers as int8 between: the last bytes beside NO_FRACTION.
+    """`eight_bits.rounded_to_eight_bits` of a chunk: whole numbers, as float32 and int8; the scale.
 
-    An instruction that converts a float32 takes a GPU eight times as long as others.
+    The int8 are the last bytes beside NO_FRACTION: an instruction that converts a float32 takes a
+    GPU eight times as long as others.
     """
     x = x.to(tl.float32)
     largest = largest_of(x)

@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from gdeq.fast.kernels.autograd import differentiable, differentiates
-from gdeq.fast.kernels.choice import available, on_device
+from gdeq.fast.kernels.device import available, on_device
 from gdeq.fast.kernels.jit import jit, tl, triton
-from gdeq.fast.kernels.norms.tensors import channels_last
+from gdeq.fast.kernels.norms.tensors import as_map
 
-enabled = True  # for comparisons
 MOST_CLASSES = 64
 TILE = 8192  # numbers of the weight that a program holds
 PIXELS = 16  # together
@@ -54,7 +53,7 @@ def takes(y: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         return False
     floats = weight.dtype == bias.dtype == torch.float32 and y.dtype != torch.float64
     few = weight.shape[0] <= MOST_CLASSES and 0 < y.numel() < 2**31
-    return enabled and floats and few and weight.is_contiguous() and available(y.device)
+    return floats and few and weight.is_contiguous() and available(y.device)
 
 
 def _lanes(classes: int) -> int:
@@ -70,7 +69,7 @@ def _forward(y: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     mean = y.new_empty(batch, channels, dtype=torch.float32)
     with on_device(y):
         _classify_kernel[(batch,)](
-            *channels_last(y), weight, bias, logits, mean, channels, height * width, classes,
+            *as_map(y), weight, bias, logits, mean, channels, height * width, classes,
             CLASSES=_lanes(classes), BLOCK=TILE // _lanes(classes), PIXELS=PIXELS, num_warps=8,
         )  # fmt: skip
     return logits, mean

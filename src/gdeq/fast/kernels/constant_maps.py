@@ -12,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdeq.fast.kernels.choice import on_device
+from gdeq.fast.kernels.device import on_device
 
-BLOCK = 512
+BLOCK = 512  # channels at once
+OUTPUTS = 128  # of a program
 
 
 @triton.jit
@@ -33,12 +34,12 @@ def _of_places(weight, bias, out, channels, GIVEN: tl.constexpr, BLOCK: tl.const
     tl.store(out + row, tl.sum(total, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("height", "width", "outputs"))
 def _over_image(places, out, height, width, outputs, BLOCK: tl.constexpr):
-    """One pixel of all outputs."""
+    """One pixel of some outputs."""
     pixel = tl.program_id(0)
     y, x = pixel // width, pixel % width
-    k = tl.arange(0, BLOCK)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for place in tl.static_range(9):
         other_y, other_x = y + place // 3 - 1, x + place % 3 - 1
@@ -63,7 +64,7 @@ def convolved(weight: Tensor, bias: Tensor | None, height: int, width: int) -> T
         _of_places[(outputs * 9,)](
             weight, bias if given else weight, places, channels, GIVEN=given, BLOCK=BLOCK
         )
-        _over_image[(height * width,)](
-            places, out, height, width, outputs, BLOCK=triton.next_power_of_2(outputs)
+        _over_image[(height * width, triton.cdiv(outputs, OUTPUTS))](
+            places, out, height, width, outputs, BLOCK=OUTPUTS
         )
     return out.permute(0, 3, 1, 2)

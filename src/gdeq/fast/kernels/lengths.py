@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdeq.fast.kernels.choice import on_device
+from gdeq.fast.kernels.device import MOST_SAMPLES, on_device
 
 BLOCK = 1024  # numbers that a program reads at once
 PROGRAMS = 4 * 132  # at least so many, if there is work for them
-MOST_SAMPLES = 65535  # of a grid's second dimension
 MOST_NUMBERS = 1 << 30  # of a sample, so that 32 bits hold their places
 
 

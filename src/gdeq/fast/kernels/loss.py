@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gdeq.fast.kernels import choice
+from gdeq.engine import runs_fast
+from gdeq.fast.kernels import on_device
 from gdeq.fast.kernels.autograd import differentiable
 from gdeq.fast.kernels.jit import jit, tl, triton
 
-enabled = True  # for comparisons
 MOST_CLASSES = 1024
 MOST = 65536  # numbers of one program; beyond, PyTorch's many are faster, by guess
 TILE = 2048  # numbers at once, in one program
@@ -44,7 +44,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) 
 
 
 def _takes(logits: Tensor, labels: Tensor) -> bool:
-    if not enabled or choice.chosen(logits) != "triton" or labels.requires_grad:
+    if not runs_fast(logits.device) or labels.requires_grad:
         return False
     soft = labels.is_floating_point() and labels.shape == logits.shape
     hard = labels.dtype == torch.int64 and labels.shape == logits.shape[:1]
@@ -59,7 +59,7 @@ class _CrossEntropy(torch.autograd.Function):
         loss = logits.new_empty((), dtype=torch.float32)
         gradient = logits.new_empty(logits.shape, dtype=torch.float32)
         lanes = max(16, triton.next_power_of_2(classes))
-        with choice.on_device(logits):
+        with on_device(logits):
             _cross_entropy_kernel[(1,)](
                 logits.contiguous(), labels.contiguous(), loss, gradient, batch, classes,
                 label_smoothing, SOFT=labels.is_floating_point(), CLASSES=lanes,

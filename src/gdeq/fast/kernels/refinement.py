@@ -1,4 +1,4 @@
-"""`gdeq.gradients._refine` in two passes over memory for each product with Jᵀ.
+"""`gdeq.refinement.refine` in two passes over memory for each product with Jᵀ.
 
 Read that first; each kernel here says which of its lines it computes.  With t_0 = w and t_{k+1} the
 step that follows the k-th product, all that is done to r is to add multiples of the forward solve's
@@ -8,7 +8,7 @@ steps s_j and of the t_i:
 
 So the inner products of r and of t_k with all of these, taken in the pass that makes r, and the
 Gram matrix, which gains the row of t_k, say what x, t_kᵀq and ‖q‖² are, and how long w would be
-after the step.  The second pass takes it.  As in a solve (`gdeq.fast.kernels.product_judge`), these
+after the step.  The second pass takes it.  As in a solve (`verdict`), these
 numbers are as exact as x is.
 
 Norms are of the dtype of v, and overflow where those of the plain form do.
@@ -16,30 +16,24 @@ Norms are of the dtype of v, and overflow where those of the plain form do.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
-from gdeq.fast.eight_bits import Scales
-from gdeq.fast.kernels import product
-from gdeq.fast.kernels.choice import on_device
-from gdeq.fast.kernels.chunks import (
-    ALIGNMENT,
-    INFINITY,
-    numbers,
-    place,
-    places,
-    table,
-    weighted_steps,
-    work,
-)
-from gdeq.fast.kernels.product_apply import APPLY_WARPS, BLOCK, DOTS_WARPS
-from gdeq.fast.kernels.product_judge import AHEAD, one_more
-from gdeq.operators import Refinement
+from gdeq.fast.kernels.chunks import INFINITY, numbers, place, weighted_steps, work
+from gdeq.fast.kernels.device import on_device
+from gdeq.fast.kernels.inverse import APPLY_WARPS, DOTS_WARPS, laid_out
+from gdeq.fast.kernels.verdict import AHEAD, one_more
+from gdeq.refinement import Refinement
+from gdeq.solution import Cotangent
 from gdeq.solvers.base import noise_level
 from gdeq.state import Vectorized
+
+if TYPE_CHECKING:
+    from gdeq.fast.product import ProductInverse
 
 DOTS_TILE, APPLY_TILE = 2, 4  # stored steps that a program reads at once
 NORMS = tl.constexpr(5)  # of each chunk
@@ -68,7 +62,7 @@ def _look(
     """
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind = v.dtype.element_ty
-    lane, row, length, in_rows, _in_parts = place(table, b, b, chunk, batch, d, ALIGNED, BLOCK)
+    lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
     column, inside = row + lane, lane < length
     right = tl.load(v + in_rows, mask=inside, other=0.0)
     here = tl.load(w + in_rows, mask=inside, other=0.0)
@@ -132,7 +126,7 @@ def _decide(
     chunks, count, taken, eps, noise, amplification, overshoot, setback, growth,
     FIRST: tl.constexpr, LAST: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """All that `_refine` makes of inner products, and x by `transposed_weights`: one sample.
+    """All that `refine` makes of inner products, and x by `transposed_weights`: one sample.
 
     of_best: ‖w‖ where ‖r‖ was smallest; in the end, that of the result.
     """
@@ -239,15 +233,15 @@ def _go(
     v, product_w, w, first, r_in, later, next_w, steps, scales, table, weight, lead, verdict, best,
     batch, d, step_stride, scale_stride, chunks, count, taken,
     FIRST: tl.constexpr, LAST: tl.constexpr, SCALED: tl.constexpr, ALIGNED: tl.constexpr,
-    BACKWARDS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
     """t_{k+1} = lead·r + Σ weight_j s_j + Σ weight_{n+i} t_i, and w + t_{k+1}: one chunk.
 
     For a sample whose r is not finite, or whose w runs away, the w of the smallest ‖r‖:
     w_0 + t_1 + ….
     """
-    chunk, b = work(BACKWARDS)
-    lane, row, length, in_rows, _in_parts = place(table, b, b, chunk, batch, d, ALIGNED, BLOCK)
+    chunk, b = work()
+    lane, row, length, in_rows, _in_parts = place(table, b, chunk, batch, d, ALIGNED, BLOCK)
     inside = lane < length
     here = tl.load(w + in_rows, mask=inside, other=0.0)
     now = tl.load(verdict + b)
@@ -259,7 +253,7 @@ def _go(
             r = tl.load(r_in + in_rows, mask=inside, other=0.0)
         total = weighted_steps(
             tl.load(lead + b) * r, steps + b * step_stride, scales + b * scale_stride + chunk,
-            weight + b * PLACES, lane, row, length, d, chunks, count, SCALED, TILE, BACKWARDS,
+            weight + b * PLACES, lane, row, length, d, chunks, count, SCALED, TILE,
         )  # fmt: skip
         if not FIRST:
             for i in range(1, taken + 1):
@@ -276,28 +270,19 @@ def _go(
 
 
 def refined(
-    steps: Tensor,  # (batch, n, d)
-    gram: Tensor,  # (batch, ≥n, ≥n)
-    keep: Tensor,  # (batch, ≥n) bool
-    scales: Scales | None,
-    w: Tensor,  # (batch, d)
-    v: Tensor,  # (batch, d)
-    vjp: Vectorized,
-    how: Refinement,
-) -> tuple[Tensor, Tensor, Tensor]:  # (batch, d), (batch,), (batch,)
-    """`gdeq.gradients._refine` with the inverse of these steps, transposed; w = −B⁻ᵀv."""
-    (batch, count, d), times = steps.shape, how.times
+    inverse: ProductInverse, w: Tensor, v: Tensor, vjp: Vectorized, how: Refinement
+) -> Cotangent:
+    """`gdeq.refinement.refine` with a transposed inverse, from w = −B⁻ᵀv; (batch, d) each.
+
+    vjp: may return half precision.
+    """
+    steps, times = inverse.steps, how.times
+    batch, count, d = steps.shape
     v, w = v.contiguous(), w.contiguous()
-    sizes, block = ((d,), BLOCK) if scales is None else (scales.sizes, scales.block)
-    units = gram if scales is None else scales.values
-    chunk_table = table(sizes, block, v.device)
-    chunks, wide = len(chunk_table), places(max(count + times, gram.shape[1]))
-    more = wide - gram.shape[1]
-    if more:
-        gram, keep = pad(gram, (0, more, 0, more)), pad(keep, (0, more))
-    elif times > 1:
-        gram, keep = gram.clone(), keep.clone()  # they gain rows
-    kept = keep.view(torch.int8)
+    chunk_table, units, gram, kept, common = laid_out(inverse, count + times)
+    if gram is inverse.gram and times > 1:
+        gram, kept = gram.clone(), kept.clone()  # they gain rows
+    chunks, wide = len(chunk_table), gram.shape[1]
     norms, partial = v.new_empty(batch, chunks, NORMS.value), v.new_empty(batch, chunks, 2, wide)
     weight, lead = v.new_empty(batch, wide), v.new_empty(batch)
     verdict = torch.empty(batch, dtype=torch.int32, device=v.device)
@@ -306,18 +291,11 @@ def refined(
     later = v.new_empty(times - 1, batch, d)  # t_1, t_2, …
     residuals = v.new_empty(min(2, times - 1), batch, d)  # this one and the one before
     eps, noise = torch.finfo(v.dtype).eps, noise_level(how.precision)
-    common = {
-        "SCALED": scales is not None,
-        "ALIGNED": all(size % ALIGNMENT == 0 for size in sizes),
-        "BLOCK": block,
-        "PLACES": wide,
-    }
     strides = steps.stride(0), units.stride(0)
     first = w
     before = r = v
-    product_with = getattr(vjp, "narrow", vjp)  # half of the bytes, where f is in half precision
     for taken in range(times):
-        product_w = product_with(w).contiguous()
+        product_w = vjp(w).contiguous()
         ends = {"FIRST": taken == 0, "LAST": taken == times - 1}
         if not ends["LAST"]:
             r = residuals[taken % 2]
@@ -330,14 +308,14 @@ def refined(
             )  # fmt: skip
             _decide[(batch,)](
                 norms, partial, gram, kept, weight, lead, verdict, best, least, of_best, error,
-                chunks, count, taken, eps, noise, *how.rules,
+                chunks, count, taken, eps, noise,
+                how.amplification, how.overshoot, how.setback, how.growth,
                 CHUNKS=32, PLACES=wide, **ends, num_warps=1,
             )  # fmt: skip
             _go[(chunks, batch)](
                 v, product_w, w, first, r, later, next_w, steps, units, chunk_table,
                 weight, lead, verdict, best, batch, d, *strides, chunks, count, taken,
-                BACKWARDS=product.tuning.backwards, TILE=APPLY_TILE, **ends, **common,
-                num_warps=APPLY_WARPS,
+                TILE=APPLY_TILE, **ends, **common, num_warps=APPLY_WARPS,
             )  # fmt: skip
         before, w = r, next_w
-    return w, error, of_best
+    return Cotangent(w, times, error=error, length=of_best)

@@ -1,8 +1,8 @@
 """The tensors of a state as one batched vector and back, in one launch each way.
 
-`StateSpace.join` and `StateSpace.split` are the plain twins.  *Parts* here are the tensors of a
-state with their dimensions in the order of memory, as ``(batch, size)`` each.  A program moves one
-chunk of one part of one sample, and casts it on the way.
+`gdeq.state.StateSpace.join` and `split` do the same in plain PyTorch.  *Parts* here are the tensors
+of a state with their dimensions in the order of memory, as ``(batch, size)`` each.  A program moves
+one chunk of one part of one sample, and casts it on the way.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gdeq.fast.kernels.choice import on_device
+from gdeq.fast.kernels.chunks import ALIGNMENT
+from gdeq.fast.kernels.device import MOST_SAMPLES, on_device
 
 BLOCK = 2048  # numbers in a chunk
 WARPS = 4
-ALIGNMENT = 16
 MOST_PARTS = 8
-MOST_SAMPLES = 65535  # of a grid's second dimension
 
 
 @triton.jit(do_not_specialize=["at1", "at2", "at3", "at4", "at5", "at6", "at7"])
@@ -35,7 +34,7 @@ def _move(
     """parts: the first one; the others lie at1, at2, ... numbers from it, wherever that is.
 
     factor: of each sample, if SCALED.
-    ALIGNED: all those distances, and all sizes, are multiples of 16 (as in `kernels.product`).
+    ALIGNED: all those distances, and all sizes, are multiples of 16 (as in `chunks.place`).
     """
     chunk, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lane, row, size, offset, length, at = _chunk(

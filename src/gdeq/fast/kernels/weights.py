@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gdeq.fast.kernels.autograd import differentiable, differentiates
-from gdeq.fast.kernels.choice import available, on_device
+from gdeq.fast.kernels.device import available, on_device
 from gdeq.fast.kernels.jit import jit, tl, triton
 
 ALIGNMENT = 64  # numbers: cuDNN's fast kernels want each weight to start at a multiple of 16 bytes
@@ -123,13 +123,10 @@ def _field(table, index: tl.constexpr, row, count):
 def _layout(table, row, count):
     """Of each row: strides of channels and pixels, inputs, inputs of the merged weight, which of
     them is its first, and the kernel's pixels."""
-    channel_step = _field(table, 4, row, count).to(tl.int32)
-    pixel_step = _field(table, 5, row, count).to(tl.int32)
-    inputs = _field(table, 6, row, count).to(tl.int32)
-    width = _field(table, 7, row, count).to(tl.int32)
-    first = _field(table, 8, row, count).to(tl.int32)
-    pixels = _field(table, 9, row, count).to(tl.int32)
-    return channel_step, pixel_step, inputs, width, first, pixels
+    found = ()
+    for field in tl.static_range(4, 10):
+        found += (_field(table, field, row, count).to(tl.int32),)  # type: ignore[assignment]
+    return found
 
 
 @jit
@@ -139,14 +136,7 @@ def _each(values):
 
 
 @jit
-def _merge_kernel(
-    table,
-    count,
-    out,
-    norms,
-    ROWS: tl.constexpr,
-    NUMBERS: tl.constexpr,
-):
+def _merge_kernel(table, count, out, norms, ROWS: tl.constexpr, NUMBERS: tl.constexpr):
     """Reads rows of v as they lie, writes rows of w as they lie: no lane is idle, whatever the
     size of the convolution."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -193,14 +183,7 @@ def _place_in_merged(number, channel_step, inputs, width, first, pixels):
 
 @jit
 def _merge_backward_kernel(
-    table,
-    count,
-    incoming,
-    norms,
-    dweights,
-    dgains,
-    ROWS: tl.constexpr,
-    NUMBERS: tl.constexpr,
+    table, count, incoming, norms, dweights, dgains, ROWS: tl.constexpr, NUMBERS: tl.constexpr
 ):
     """Everything in the order of v."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

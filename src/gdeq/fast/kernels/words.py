@@ -27,11 +27,10 @@ from gdeq.fast.kernels.chunks import (
     largest_of,
 )
 
-FINER = tl.constexpr(64)  # 127² · 64 · 1024 is a whole number of 32 bits
+FINER = tl.constexpr(64)  # 127² · 64 · 1024, the largest sum of a chunk, fits in 32 bits
 PER_FINER = tl.constexpr(1 / 64)
-MOST_NUMBERS = 1024  # in a chunk
 COARSE_FROM = 8192  # numbers in a sample
-# Loops here carry tuples, which older compilers do not know; tested from this one on.
+# Loops here carry tuples, which older versions of Triton cannot compile.
 COMPILES = tuple(int(number) for number in triton.__version__.split(".")[:2]) >= (3, 6)
 
 
@@ -83,7 +82,7 @@ def _in_words(bits, WORDS: tl.constexpr):
 def in_two_words(x, WORDS: tl.constexpr, COARSE: tl.constexpr):
     """A chunk as (first + second / 64) · unit.  One that is not finite has zeros: others see that.
 
-    As `gdeq.fast.kernels.chunks.rounded`; beside NO_FRACTION the last byte is the whole number's.
+    As `chunks.rounded_with_bytes`; beside NO_FRACTION the last byte is the whole number's.
     COARSE: no second, which is the first again then, and not to be used.
     """
     largest = largest_of(x)

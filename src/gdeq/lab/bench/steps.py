@@ -16,21 +16,17 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.utils._pytree import tree_leaves, tree_map
 
-from gdeq.fast.capture import CaptureWarning, capture
-from gdeq.fast.kernels.loss import cross_entropy
-from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit
-from gdeq.models.mdeq import MDEQ, mdeq
-from gdeq.regularize import hold
-from gdeq.solvers.broyden import Broyden
+from gdeq import JFB, CaptureWarning, Gradient, capture, hold
+from gdeq.fast.kernels.compiling import compile_ahead
+from gdeq.lab.bench.subjects import Setup, build, loss_of
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Step = Callable[[Tensor, Tensor], Tensor]
@@ -39,51 +35,6 @@ PEERS: dict[str, dict[str, Any]] = {
     "implicit by a hook": {"hook_ift": True},  # an evaluation of f less
     "jfb": {"grad": 1},
 }
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What is measured."""
-
-    size: str = "large"
-    batch: int = 128
-    side: int = 32  # of the images
-    forward: int = 18  # Broyden steps
-    backward: int = 20  # of Implicit
-    memory: int | None = None  # updates that Broyden's method keeps; None: all
-    step_bits: int = 8  # of a step in half precision, as in `gdeq train`
-    precision: str = "bf16"  # of ours: float32, tf32, bf16
-    rounds: int = 20
-    device: str = "cuda"
-
-    @property
-    def cuda(self) -> bool:
-        return self.device.startswith("cuda")
-
-    def gradients(self) -> dict[str, Gradient]:
-        solver = Broyden(self.backward, tol=0.0)
-        return {
-            "gdeq": GDEQ(),
-            "gdeq refine 1": GDEQ(refine=1),
-            "jfb": JFB(),
-            "npg": NPG(steps=5, damping=0.5),
-            "implicit": Implicit(solver, double_backward=False),
-        }
-
-    def draw(self) -> tuple[Tensor, Tensor]:
-        torch.manual_seed(0)
-        images = torch.randn(self.batch, 3, self.side, self.side, device=self.device)
-        labels = torch.randint(0, 10, (self.batch,), device=self.device)
-        return images.to(memory_format=torch.channels_last), labels
-
-
-def default_setup(device: str = "auto") -> Setup:
-    """The paper's model on a GPU; on a CPU one that takes seconds."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device.startswith("cuda"):
-        return Setup(device=device)
-    return Setup(size="small", batch=64, side=8, precision="float32", rounds=10, device=device)
 
 
 @contextlib.contextmanager
@@ -103,40 +54,32 @@ def arithmetic(setup: Setup, name: str) -> Iterator[None]:
             place.allow_tf32 = value
 
 
-def build(setup: Setup, gradient: Gradient, fused: bool | str = "auto") -> MDEQ:
-    torch.manual_seed(0)
-    solver = Broyden(
-        setup.forward,
-        tol=0.0,
-        memory=setup.memory,
-        step_bits=setup.step_bits,
-        stop="whole",  # as in `gdeq train`
-    )
-    kind: dict[str, Any] = {"dropout": 0.0, "outer_norm": "group", "fused": fused}
-    model = mdeq(setup.size, solver=solver, gradient=gradient, **kind).to(setup.device)
-    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model
-
-
 def _optimizer(setup: Setup, model: nn.Module) -> torch.optim.Optimizer:
     rate = torch.tensor(0.01, device=setup.device) if setup.cuda else 0.01
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, fused=setup.cuda or None)
 
 
-def ours(setup: Setup, gradient: Gradient, precision: str | None = None) -> Step:
+def ours(setup: Setup, gradient: Gradient) -> Step:
     model = build(setup, gradient)
     optimizer = _optimizer(setup, model)
 
-    def step(images: Tensor, labels: Tensor) -> Tensor:
+    def passes(x: Tensor, y: Tensor) -> Tensor:
         torch.clear_autocast_cache()
-        optimizer.zero_grad(set_to_none=True)
-        with arithmetic(setup, precision or setup.precision):
-            loss = cross_entropy(model(images), labels)
+        with arithmetic(setup, setup.precision):
+            loss = loss_of(setup, model(x), y)
         loss.backward()
-        optimizer.step()
         return loss.detach()
 
-    return capture(step) if setup.cuda else step
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = passes(x, y)
+        optimizer.step()
+        return loss
+
+    if not setup.cuda:
+        return step
+    compile_ahead(lambda: passes(*setup.draw()), model)
+    return capture(step)
 
 
 def torchdeq_is_there() -> bool:
@@ -164,20 +107,28 @@ def theirs(setup: Setup, precision: str, **settings: Any) -> Step:
     )
     engine.train()
     optimizer = _optimizer(setup, model)
-    cell: Any = model.deq.cell
+    cell = model.deq.cell
 
-    def step(images: Tensor, labels: Tensor) -> Tensor:
+    def step(x: Tensor, y: Tensor) -> Tensor:
         torch.clear_autocast_cache()
         optimizer.zero_grad(set_to_none=True)
         with arithmetic(setup, precision), hold(cell):
-            injection = model.stem(images)
-            found, _ = engine(lambda *z: cell(z, injection), cell.initial_state(injection))
-            loss = functional.cross_entropy(model.head(found[-1]).float(), labels)
+            found = solved(engine, cell, model.stem(x))
+            loss = loss_of(setup, model.head(found), y)
             loss.backward()
         optimizer.step()
         return loss.detach()
 
     return step
+
+
+def solved(engine: Any, cell: Any, injection: Tensor) -> Any:
+    """The equilibrium by torchdeq, of a state that is a tensor or several."""
+    if not hasattr(cell, "initial_state"):
+        (z,), _ = engine(lambda z: cell(z, injection), torch.zeros_like(injection))
+        return z
+    found, _ = engine(lambda *z: cell(z, injection), cell.initial_state(injection))
+    return found[-1]
 
 
 def milliseconds(setup: Setup, work: Callable[[], Any], rounds: int, warm: int = 4) -> list[float]:
@@ -200,36 +151,26 @@ def milliseconds(setup: Setup, work: Callable[[], Any], rounds: int, warm: int =
     return times
 
 
-def measure(
-    setup: Setup, name: str, make: Callable[[], Step], rounds: int | None = None
-) -> dict[str, Any]:
-    """Median time of a step, and what it needs of the device's memory from nothing on."""
+def measure(setup: Setup, name: str, make: Callable[[], Step]) -> tuple[dict[str, Any], Step]:
+    """Median time of a step, and what it needs of the GPU's memory from nothing on."""
     gc.collect()
-    before = 0
-    if setup.cuda:
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
     batch = setup.draw()
     step = make()
     with warnings.catch_warnings():
         warnings.simplefilter("always", CaptureWarning)
         step(*batch)
-        if setup.cuda:  # after the first step, in which cuDNN tries what each algorithm needs
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        times = milliseconds(setup, lambda: step(*batch), rounds or setup.rounds)
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if setup.cuda else None
-    return {
-        "name": name,
-        "ms": statistics.median(times),
-        "ms_min": min(times),
-        "ms_max": max(times),
-        "peak_gib": peak,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if setup.cuda else None,
-        "loss": step(*batch).item(),
-        "graph": getattr(step, "graph", None) is not None,
-    }
+        # After the first step, in which cuDNN tries what each algorithm needs.
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        times = milliseconds(setup, lambda: step(*batch), setup.rounds)
+    row = _row(name, times, step(*batch))
+    row["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    row["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    row["graph"] = getattr(step, "graph", None) is not None
+    return row, step
 
 
 def measure_in_turns(setup: Setup, makes: dict[str, Callable[[], Step]]) -> list[dict[str, Any]]:
@@ -241,18 +182,12 @@ def measure_in_turns(setup: Setup, makes: dict[str, Callable[[], Step]]) -> list
         for name, step in steps.items():
             spent = milliseconds(setup, partial(step, *batch), 1, warm=0)
             times[name] += spent if turn else []
-    return [
-        {
-            "name": name,
-            "ms": statistics.median(spent),
-            "ms_min": min(spent),
-            "ms_max": max(spent),
-            "peak_gib": None,
-            "loss": steps[name](*batch).item(),
-            "graph": False,
-        }
-        for name, spent in times.items()
-    ]
+    return [_row(name, spent, steps[name](*batch)) for name, spent in times.items()]
+
+
+def _row(name: str, times: list[float], loss: Tensor) -> dict[str, Any]:
+    found = {"ms": statistics.median(times), "ms_min": min(times), "ms_max": max(times)}
+    return {"name": name, **found, "peak_gib": None, "loss": loss.item(), "graph": False}
 
 
 def in_graph(setup: Setup, work: Callable[[], Any], repeats: int) -> float:
@@ -272,29 +207,31 @@ def in_graph(setup: Setup, work: Callable[[], Any], repeats: int) -> float:
     return statistics.median(milliseconds(setup, graph.replay, setup.rounds)) / repeats
 
 
-def cell_times(setup: Setup, vjp: bool = True) -> dict[str, float]:
+def cell_times(setup: Setup) -> dict[str, float]:
     """Of one evaluation of f without autograd, and of one VJP, as the step runs them."""
     model = build(setup, JFB())
-    cell: Any = model.deq.cell
-    images, _ = setup.draw()
+    cell = model.deq.cell
+    x, _ = setup.draw()
     found: dict[str, float] = {}
     with arithmetic(setup, setup.precision), hold(cell):
         torch.clear_autocast_cache()
         with torch.no_grad():
-            injection = model.stem(images)
-            z = model.deq(injection)
-            z = tuple(part.contiguous(memory_format=torch.channels_last) for part in z)
+            model(x)
+            z = model.deq.solution.z  # in the precision of the step
+            injection = model.stem(x)
+            if setup.cell == "mdeq":
+                nhwc = torch.channels_last
+                z = tuple(part.contiguous(memory_format=nhwc) for part in z)
+                injection = injection.to(z[0].dtype, memory_format=nhwc)
             found["f"] = in_graph(setup, lambda: cell(z, injection), 10)
         torch.clear_autocast_cache()
-        if not vjp:
-            return found
 
         def with_products(count: int) -> Callable[[], None]:
             def work() -> None:
-                start = tuple(part.detach().requires_grad_() for part in z)
-                out = cell(start, injection)
+                start = tree_map(lambda part: part.detach().requires_grad_(), z)
+                out, starts = tree_leaves(cell(start, injection)), tree_leaves(start)
                 for _ in range(count):
-                    torch.autograd.grad(out, start, out, retain_graph=True)
+                    torch.autograd.grad(out, starts, out, retain_graph=True)
 
             return work
 

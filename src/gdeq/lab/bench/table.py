@@ -13,7 +13,6 @@ import torch
 
 from gdeq.lab.bench.steps import (
     PEERS,
-    Setup,
     Step,
     cell_times,
     measure,
@@ -22,6 +21,7 @@ from gdeq.lab.bench.steps import (
     theirs,
     torchdeq_is_there,
 )
+from gdeq.lab.bench.subjects import Setup
 from gdeq.lab.bench.where import profile, roofline
 from gdeq.options import count
 
@@ -94,7 +94,7 @@ def run(
 
 
 def _kept(setup: Setup) -> str:
-    half = setup.cuda and setup.precision == "bf16" and setup.memory is None
+    half = setup.cuda and setup.precision == "bf16"
     return f" (steps kept in {setup.step_bits} bits)" if half else ""
 
 
@@ -115,9 +115,9 @@ def _run(
             (out / "step.txt").write_text("\n".join(told) + "\n")
 
     note(
-        f"MDEQ-{setup.size.upper()}, batch {setup.batch} of {setup.side}×{setup.side}, "
-        f"{count(setup.forward, 'Broyden step')} forward, {setup.backward} backward for Implicit, "
-        f"{setup.precision}{_kept(setup)}, group norm, no dropout, SGD; {chip}, "
+        f"{setup.title}, {count(setup.forward, 'Broyden step')} forward, {setup.backward} backward "
+        f"for Implicit, {setup.precision}{_kept(setup)}, "
+        f"{'group norm, no dropout, ' if setup.cell == 'mdeq' else ''}SGD; {chip}, "
         f"torch {torch.__version__}"
     )
     found: dict[str, Any] = {"setup": asdict(setup), "device": chip, "rows": []}
@@ -139,9 +139,8 @@ def _run(
         for row in measure_in_turns(setup, makes):
             add(row)
     for name, make in makes.items() if setup.cuda else ():
-        kept = _Kept(make)
         try:
-            row = measure(setup, name, kept)
+            row, step = measure(setup, name, make)
         except Exception as problem:
             if not name.startswith("torchdeq"):
                 raise
@@ -150,8 +149,8 @@ def _run(
             continue
         add(row)
         if name == "gdeq: gdeq":
-            found["profile"] = profile(setup, kept.step, out)
-        del kept
+            found["profile"] = profile(setup, step, out)
+        del step
     found["cell"] = cell_times(setup)
     found["roofline"] = roofline(setup, found["cell"]["f"])
     keep()
@@ -162,19 +161,6 @@ def _run(
 
 def _first_line(problem: Exception) -> str:
     return (str(problem) or type(problem).__name__).splitlines()[0][:100]
-
-
-class _Kept:
-    """Makes a step when called, so that its memory is counted, and keeps it."""
-
-    step: Step
-
-    def __init__(self, make: Callable[[], Step]) -> None:
-        self.make = make
-
-    def __call__(self) -> Step:
-        self.step = self.make()
-        return self.step
 
 
 def _makes(
@@ -222,6 +208,7 @@ def lines(setup: Setup, found: dict[str, Any]) -> list[str]:
     # with autograd is not among them.
     evaluations = setup.forward + (3 if setup.cuda else 4)
     told.append(
+        f"GDEQ step {mine:.2f} ms, f {cell['f']:.3f} ms, "
         f"GDEQ step ÷ ({evaluations} evaluations × f): {mine / (evaluations * cell['f']):.3f}"
     )
     reserved = rows["gdeq: gdeq"].get("reserved_gib")
@@ -237,11 +224,8 @@ def lines(setup: Setup, found: dict[str, Any]) -> list[str]:
             told.append(f"{best['name']}: {best['ms'] / mine:.2f} × the GDEQ step")
     if "profile" in found:
         shown = found["profile"]
-        phases = ", ".join(f"{k} {v:.2f}" for k, v in shown["by_phase_ms"].items())
-        kinds = ", ".join(f"{k} {v:.2f}" for k, v in shown["by_kind_ms"].items())
-        told += [
-            f"where the {shown['whole_ms']:.2f} ms of a profiled GDEQ step go, in ms: {phases}; "
-            f"gaps {shown['gaps_ms']:.2f}",
-            f"by kernel (those side by side counted each): {kinds}; {shown['kernels']} kernels",
-        ]
+        told.append(
+            f"a profiled GDEQ step: {shown['whole_ms']:.2f} ms for {shown['kernels']} kernels, "
+            f"with {shown['gaps_ms']:.2f} ms in which none runs (kernels.txt of --out lists them)"
+        )
     return told

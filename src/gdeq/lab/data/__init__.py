@@ -1,11 +1,21 @@
 """Data sets by name, and mini-batches of them on the device."""
 
 from gdeq.lab.data.augment import Augment
-from gdeq.lab.data.batches import Batches
+from gdeq.lab.data.batches import Batches, ImageBatches
 from gdeq.lab.data.dataset import Dataset
 from gdeq.lab.data.errors import DataError
 from gdeq.lab.data.preparation import prepare
 from gdeq.lab.data.recipe import Progress
 from gdeq.lab.data.sets import NAMES, load
 
-__all__ = ["NAMES", "Augment", "Batches", "DataError", "Dataset", "Progress", "load", "prepare"]
+__all__ = [
+    "NAMES",
+    "Augment",
+    "Batches",
+    "DataError",
+    "Dataset",
+    "ImageBatches",
+    "Progress",
+    "load",
+    "prepare",
+]

@@ -19,26 +19,21 @@ FLIP, EDGES = 2, 5
 
 @options
 class Augment:
-    """The usual augmentation of small images; the defaults are those for CIFAR-10.
+    """The usual augmentation of small images, drawn anew for each; by default, none.
 
-    crop: pad by this many pixels on every side, and cut the original size out at random.
-    fill: what the padding is: "zeros" (black) or "reflect".
-    flip: left to right, every second image.
-    cutout: side of a square of the mean colour at a random centre; 0 for none.
-    cutmix: probability that a rectangle of an image comes from the next one of the batch, and as
-        much of the label as of the pixels (Yun et al. 2019).  That is a random other image where
-        batches are shuffled.  The holes of the cut-out come along: each image is finished before
-        it is mixed, so that a share counts pixels of one image or the other.
-    alternate: flip each image in every second epoch, at random in the first one alone
-        (Jordan 2024); `Batches` knows the epochs.
+    CutMix takes a rectangle of an image from the next one of the batch, and as much of the label as
+    of the pixels (Yun et al. 2019).  That is a random other image where batches are shuffled.  The
+    holes of the cut-out come along: each image is finished before it is mixed, so that a share
+    counts pixels of one image or the other.  `ImageBatches` knows the epochs of alternating flips
+    (Jordan 2024).
     """
 
-    crop: int = 4
-    fill: str = "zeros"
-    flip: bool = True
-    cutout: int = 0
-    cutmix: float = 0.0
-    alternate: bool = False
+    crop: int = 0  # pixels of padding before a random crop
+    flip: bool = False  # left and right exchanged, half of the time
+    cutout: int = 0  # side of the square cut out, in pixels
+    fill: str = "zeros"  # what the padding of a crop is: zeros (black), reflect
+    cutmix: float = 0.0  # share of images with a rectangle, and that much of the label, of another
+    alternate: bool = False  # with flip: each image flipped in every second epoch, not by chance
 
     def __post_init__(self) -> None:
         check_integer(self, "crop", 0)
@@ -49,8 +44,8 @@ class Augment:
         check_flag(self, "alternate")
         if self.alternate and not self.flip:
             raise ValueError(
-                "Augment.alternate says in which epochs images are flipped, and flip=False flips "
-                "none: pass flip=True, or leave alternate out"
+                "Augment.alternate says in which epochs images are flipped, and flip=false flips "
+                "none: set augment.flip=true, or leave alternate out"
             )
 
     def check(self, height: int, width: int) -> None:

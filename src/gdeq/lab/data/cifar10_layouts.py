@@ -23,23 +23,21 @@ RECORD = 1 + PIXELS
 
 Records = Pixels  # (n, 3073)
 Batch = tuple[str, Records]
+Layout = Callable[[Path], Iterator[Batch]]
 
 
 def binary(folder: Path) -> Iterator[Batch]:
     """`cifar-10-batches-bin`."""
     for name in BATCHES:
-        yield name, split_records(folder / f"{name}.bin")
-
-
-def split_records(path: Path) -> Records:
-    with reading(path):
-        data = path.read_bytes()
-    if len(data) % RECORD or not data:
-        raise DataError(
-            f"{path} is cut short: {len(data):,} bytes are no whole number of images "
-            f"of {RECORD:,} bytes"
-        )
-    return np.frombuffer(data, np.uint8).reshape(-1, RECORD)
+        path = folder / f"{name}.bin"
+        with reading(path):
+            data = path.read_bytes()
+        if len(data) % RECORD or not data:
+            raise DataError(
+                f"{path} is cut short: {len(data):,} bytes are no whole number of images "
+                f"of {RECORD:,} bytes"
+            )
+        yield name, np.frombuffer(data, np.uint8).reshape(-1, RECORD)
 
 
 def python(folder: Path) -> Iterator[Batch]:
@@ -115,13 +113,14 @@ def _join(path: Path, labels: Any, pixels: Pixels) -> Records:
 
 
 # A layout is recognised by the names of its batches.
-LAYOUTS: dict[str, Callable[[Path], Iterator[Batch]]] = {".bin": binary, "": python, ".png": npm}
+LAYOUTS: dict[str, Layout] = {".bin": binary, "": python, ".png": npm}
 WANTED = frozenset(
     [f"{name}{suffix}" for name in BATCHES for suffix in LAYOUTS] + list(LABELS.values())
 )
 
 
-def layout_of(folder: Path) -> Callable[[Path], Iterator[Batch]] | None:
+def layout_of(folder: Path) -> Layout | None:
+    """How to read the files in `folder`; None where no batch lies in it."""
     for suffix, layout in LAYOUTS.items():
         if any((folder / f"{name}{suffix}").is_file() for name in BATCHES):
             return layout

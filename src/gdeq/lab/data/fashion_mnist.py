@@ -3,153 +3,72 @@
 from __future__ import annotations
 
 import gzip
-import struct
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from gdeq.lab.data.archives import payload, unpack
 from gdeq.lab.data.dataset import Arrays, Pixels
-from gdeq.lab.data.errors import DataError, reading
-from gdeq.lab.data.fetch import run_downloader
-from gdeq.lab.data.files import md5, write_synced
-from gdeq.lab.data.recipe import Progress, Recipe, Way
+from gdeq.lab.data.errors import reading
+from gdeq.lab.data.fetch import download
+from gdeq.lab.data.recipe import Contents, Progress, Recipe, Way
 
-# Of the uncompressed files in Debian's dataset-fashion-mnist 0.0~git20200523.55506a9-1.  Debian
-# compressed them again, so the MD5s of the authors' .gz files do not hold for every copy.
 OFFICIAL_MD5 = {
-    "train-images-idx3-ubyte": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
-    "train-labels-idx1-ubyte": "9018921c3c673c538a1fc5bad174d6f9",
-    "t10k-images-idx3-ubyte": "8181f5470baa50b63fa0f6fddb340f0a",
-    "t10k-labels-idx1-ubyte": "15d484375f8d13e6eb1aabb0c3f46965",
+    "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+    "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+    "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
 }
-DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-FOLDERS = (
-    "fashion-mnist",
-    "FashionMNIST/raw",
-    "data/fashion",  # the authors' repository
-    str(DEBIAN).lstrip("/"),  # what `dpkg -x` leaves
-)
+HOME = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
 
 
 @dataclass(frozen=True)
 class FashionMNIST(Recipe):
+    """The fields are what the tests make smaller."""
+
     md5: Mapping[str, str] = field(default_factory=lambda: OFFICIAL_MD5)
-    debian: Path = DEBIAN
-    apt: tuple[str, ...] = ("apt-get", "download", "dataset-fashion-mnist")
-    size: int = 150_000_000
+    url: str = HOME
+    size: int = 70_000_000
 
     name = "fashion-mnist"
+    title = "Fashion-MNIST"
+    folder = "fashion-mnist"
+    wanted = frozenset(OFFICIAL_MD5)
+    folders = ("fashion-mnist", "FashionMNIST/raw", "data/fashion")  # torchvision's, the authors'
     classes = (
         *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
         *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
     )
     advice = (
-        "on Debian or Ubuntu run `apt-get install dataset-fashion-mnist`; elsewhere copy the four "
-        "idx files (*-ubyte or *-ubyte.gz) into one folder, or take the .deb, and run: "
-        "gdeq data fashion-mnist --from PATH"
+        f"on any machine get the four .gz files from {HOME}, copy them here into one folder and "
+        "run: gdeq data fashion-mnist --from PATH"
     )
 
-    def target(self, root: Path) -> Path:
-        return root / "fashion-mnist"
+    def holds(self, folder: Path) -> bool:
+        return any((folder / name).is_file() for name in OFFICIAL_MD5)
 
-    def files(self) -> tuple[str, ...]:
-        return tuple(OFFICIAL_MD5)
+    def contents(self, folder: Path) -> Iterator[tuple[str, Contents]]:
+        for name in OFFICIAL_MD5:
+            with reading(folder / name):
+                yield name, (folder / name).read_bytes()
 
-    def places(self, root: Path) -> list[Path]:
-        return [self.target(root), self.debian]
-
-    def load(self, root: Path) -> Arrays:
-        for folder in self.places(root):
-            if _holds(folder):
-                try:
-                    return self.read(folder)
-                except DataError as error:
-                    raise DataError(
-                        f"{error}; get it again with `gdeq data fashion-mnist`"
-                    ) from error
-        raise DataError(
-            f"Fashion-MNIST is neither in {self.target(root)} nor in {self.debian}: "
-            "get it with `gdeq data fashion-mnist`"
-        )
-
-    def read(self, folder: Path) -> Arrays:
-        train_x, train_y, test_x, test_y = (
-            parse_idx(self._checked(name, folder), name, folder) for name in self.files()
-        )
-        if len(train_x) != len(train_y) or len(test_x) != len(test_y):
-            raise DataError(f"{folder}: there are not as many labels as images")
+    def arrays(self, contents: dict[str, Contents]) -> Arrays:
+        train_x, train_y, test_x, test_y = (_idx(contents[name]) for name in OFFICIAL_MD5)
         return Arrays(train_x[:, None], train_y, test_x[:, None], test_y)
 
-    def copies(self, folder: Path) -> list[Path]:
-        folders = [folder, *(folder / name for name in FOLDERS)]
-        return [
-            *(f for f in folders if _holds(f)),
-            *sorted(folder.glob("dataset-fashion-mnist*.deb")),
-        ]
+    def ways(self, progress: Progress) -> Iterator[Way]:
+        def authors(scratch: Path) -> Path:
+            for name, md5 in self.md5.items():
+                download(f"{self.url}/{name}", md5, scratch, progress)
+            return scratch
 
-    def ways(self, root: Path, progress: Progress) -> Iterator[Way]:
-        def apt(scratch: Path) -> Path:
-            progress("waiting for apt-get (31 MB)", 0, None)
-            return run_downloader(list(self.apt), scratch, "*.deb")
-
-        yield Way("the Debian package dataset-fashion-mnist", apt)
-
-    def build(self, source: Path, out: Path, scratch: Path, progress: Progress) -> None:
-        folder = source
-        if not source.is_dir():
-            progress(f"unpacking {source.name}", 0, None)
-            folder = scratch / "unpacked"
-            folder.mkdir()
-            inner = payload(source, scratch) if source.suffix == ".deb" else source
-            unpack(inner, {n + end for n in self.files() for end in ("", ".gz")}, folder)
-        for index, name in enumerate(self.files()):
-            progress(f"checking {name}", index, len(self.files()))
-            data = self._checked(name, folder)
-            parse_idx(data, name, folder)
-            write_synced(out / name, data)
-        progress("checked", len(self.files()), len(self.files()))
-
-    def _checked(self, name: str, folder: Path) -> bytes:
-        data = _contents(folder, name)
-        found, wanted = md5(data), self.md5[name]
-        if found != wanted:
-            raise DataError(
-                f"{folder}: {name} has MD5 {found} (uncompressed), the official one has {wanted}: "
-                "it is damaged or not Fashion-MNIST"
-            )
-        return data
+        yield Way(f"the authors' files in {self.url}", authors)
 
 
-def _holds(folder: Path) -> bool:
-    return any((folder / f"{name}{end}").is_file() for name in OFFICIAL_MD5 for end in ("", ".gz"))
-
-
-def _contents(folder: Path, name: str) -> bytes:
-    plain, packed = folder / name, folder / f"{name}.gz"
-    path = plain if plain.is_file() or not packed.is_file() else packed
-    with reading(path):
-        data = path.read_bytes()
-    if path is plain:
-        return data
-    try:
-        return gzip.decompress(data)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} is cut short or damaged ({error}): copy it again") from error
-
-
-def parse_idx(data: bytes, name: str, folder: Path) -> Pixels:
-    """An idx file: zero, zero, the type (8 is uint8), the number of sizes, the sizes, the bytes."""
-    where = folder / name
-    dims = 3 if "images" in name else 1
-    start = 4 + 4 * dims
-    if len(data) < start or data[:4] != bytes([0, 0, 8, dims]):
-        raise DataError(f"{where} is not an idx file of {'images' if dims == 3 else 'labels'}")
-    shape = struct.unpack(f">{dims}I", data[4:start])
-    values = np.frombuffer(data, np.uint8, offset=start)
-    if len(values) != int(np.prod(shape, dtype=np.uint64)):
-        raise DataError(f"{where} is cut short: it announces {shape} and holds {len(values):,}")
-    return values.reshape(shape)
+def _idx(data: Contents) -> Pixels:
+    """An idx file of uint8: zero, zero, 8, the number of sizes, the sizes, the values."""
+    values = np.frombuffer(gzip.decompress(data), np.uint8)
+    dims = int(values[3])
+    shape = values[4 : 4 + 4 * dims].view(">u4")
+    return values[4 + 4 * dims :].reshape(shape)

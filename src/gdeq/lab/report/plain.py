@@ -8,51 +8,46 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 
 from gdeq.lab.report import formats
-from gdeq.lab.report.recipes import usual
-from gdeq.lab.report.rows import Cell, Row
-from gdeq.lab.report.runs import Run
-
-HEAD = ["Method", "Speed-up", "Accuracy %", "pre-trained", "ms / step", "Time", "VJPs"]
+from gdeq.lab.report.recipes import usual_text
+from gdeq.lab.report.rows import FEW_STEPS, Cell, Row, metric_of, spread_over, unfinished
 
 
 def text_table(rows: list[Row]) -> str:
     """As the paper's Table 2, for a terminal."""
+    metric = metric_of(rows).column.replace("(", "").replace(")", "")
+    head = ["Method", "Speed-up", metric, "pre-trained", "ms / step", "Time", "VJPs"]
     body = [
         [
             _printable(row.label),
             _speedup(row),
-            _with_seeds(row.without),
-            _with_seeds(row.pretrained),
-            *formats.times(row),
+            *map(_with_seeds, row.cells),
+            *row.times,
             row.vjps,
         ]
         for row in rows
     ]
-    widths = [max(len(line[column]) for line in [HEAD, *body]) for column in range(len(HEAD))]
+    widths = [max(len(line[column]) for line in [head, *body]) for column in range(len(head))]
     rule = "  ".join("-" * width for width in widths)
-    lines = [_aligned(HEAD, widths), rule, *(_aligned(line, widths) for line in body)]
-    lines += [f"mean ± standard deviation {formats.spread_over(rows)}", formats.SPEEDUP]
-    if any(formats.few_steps(row) for row in rows):
-        lines.append(f"(steps): fewer than {formats.FEW_STEPS} were timed for the speed-up")
-    unsaid = usual([run for row in rows for run in row.runs])
-    if unsaid:
-        told = ", ".join(f"{key}={value}" for key, value in unsaid.items())
+    lines = [_aligned(head, widths), rule, *(_aligned(line, widths) for line in body)]
+    lines += [f"mean ± standard deviation {spread_over(rows)}", formats.SPEEDUP]
+    if any(row.few_steps for row in rows):
+        lines.append(f"(steps): fewer than {FEW_STEPS} were timed for the speed-up")
+    told = usual_text([run for row in rows for run in row.runs])
+    if told:
         lines.append(_printable(f"unless a row says otherwise: {told}"))
     if any(formats.UNFINISHED in text for line in body for text in line):
-        named = _printable(formats.unfinished(rows))
+        named = _printable(unfinished(rows))
         lines.append(f"{formats.UNFINISHED} unfinished, the latest figure: {named}")
     return "\n".join(line.rstrip() for line in lines)
 
 
 def _with_seeds(cell: Cell) -> str:
-    if not cell.runs:
-        return formats.NONE
-    behind = formats.seeds(cell).replace(" unfinished", "")  # the mark's line says it
-    return f"{formats.accuracy(cell)} ({behind})"
+    behind = cell.behind.replace(" unfinished", "")  # the mark's line says it
+    return f"{cell.text} ({behind})" if cell.runs else formats.NONE
 
 
 def _speedup(row: Row) -> str:
-    few = formats.few_steps(row).removesuffix(" timed")
+    few = row.few_steps.removesuffix(" timed")
     return formats.speedup(row.speedup) + (f" ({few})" if few else "")
 
 
@@ -77,39 +72,32 @@ def csv_text(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 def table_csv(rows: list[Row]) -> str:
     """One line for each row of the table; numbers in full."""
+    name = metric_of(rows).name
     head = ["method", "speedup"]
-    for name in ("without", "pretrained"):
-        head += [f"accuracy_{name}", f"spread_{name}", f"seeds_{name}", f"unfinished_{name}"]
+    for end in ("without", "pretrained"):
+        head += [f"{name}_{end}", f"spread_{end}", f"seeds_{end}", f"unfinished_{end}"]
     head += ["ms_per_step", "train_seconds", "seconds_per_step", "vjps", "epochs"]
     lines = []
     for row in rows:
         line: list[object] = [row.label, row.speedup]
-        for cell in (row.without, row.pretrained):
+        for cell in row.cells:
             line += [cell.mean, cell.spread, cell.seeds, len(cell.unfinished)]
         line += [row.ms_per_step, row.seconds, row.seconds_per_step, row.vjps, row.epochs]
         lines.append(line)
     return csv_text(head, lines)
 
 
-def runs_csv(runs: list[Run]) -> str:
+def runs_csv(rows: list[Row]) -> str:
     """One line for each run: what stands behind the table."""
-    head = ["gradient", "pretrain", "seed", "epochs", "test_accuracy", "ms_per_step"]
+    head = ["gradient", "pretrain", "seed", "epochs", metric_of(rows).key, "ms_per_step"]
     head += ["train_seconds", "finished", "steps", "data", "device", "run"]
     lines = [
         [
-            run.gradient.get("name"),
-            run.pretrained,
-            run.seed,
-            run.epochs_done,
-            run.accuracy,
-            run.ms_per_step,
-            run.seconds,
-            run.finished,
-            run.steps_done,
-            run.config.get("data"),
-            run.device,
-            run.name,
+            *(run.gradient.get("name"), run.pretrained, run.seed, run.epochs_done, run.score),
+            *(run.ms_per_step, run.seconds, run.finished, run.steps_done),
+            *(run.task, run.device, run.name),
         ]
-        for run in runs
+        for row in rows
+        for run in row.runs
     ]
     return csv_text(head, lines)

@@ -14,7 +14,7 @@ Recipe = dict[str, str]
 ASIDE = {"seed", "device", "pretrain_steps", "pretrain_layers"}
 ASIDE |= {"measure_every", "log_every", "test_every", "checkpoint_seconds", "snapshots"}
 # A time is compared with another only where all of these agree.
-WORKLOAD = ("data", "model.size", "batch_size", "precision", "device", "processes")
+WORKLOAD = ("task", "data", "model.size", "batch_size", "precision", "device", "processes")
 TOLD_AT_MOST = 3
 
 
@@ -41,9 +41,7 @@ def recipe(run: Run) -> Recipe:
         kept.pop("solver.max_iter", None)  # not read: `adapt.steps` has them
     else:  # then its other settings are not read
         kept = {key: value for key, value in kept.items() if not key.startswith("adapt.")}
-    if kept.get("solver.name") == "broyden":
-        kept.setdefault("solver.step_bits", "16")  # before there was a choice
-    else:
+    if kept.get("solver.name") != "broyden":
         kept.pop("solver.step_bits", None)
     name = str(run.gradient.get("name")).lower()
     for key in methods.USED.get(name, tuple(run.gradient)):
@@ -97,6 +95,10 @@ def usual(runs: list[Run]) -> Recipe:
         if values.count(most) > len(values) / 2:
             found[key] = most
     return found
+
+
+def usual_text(runs: list[Run]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in usual(runs).items())
 
 
 def _told(runs: list[Run]) -> dict[Path, Recipe]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,50 @@ def number(value: object) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def numbers(records: Sequence[Record], key: str) -> list[float]:
+    """Those of the records that have one."""
+    return [value for record in records if (value := number(record.get(key))) is not None]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What the runs of a task are judged by, on its test set."""
+
+    name: str = "accuracy"
+    unit: str = "%"
+    digits: int = 2
+    higher_is_better: bool = True
+
+    @property
+    def key(self) -> str:
+        """Under which metrics and summaries hold it."""
+        return f"test_{self.name}"
+
+    @property
+    def slug(self) -> str:
+        """For the names of files: a run folder does not choose where they go."""
+        return re.sub(r"\W+", "_", self.name)
+
+    @property
+    def title(self) -> str:
+        """Its name and unit, as axes have it."""
+        return f"test {self.column.lower()}"
+
+    @property
+    def column(self) -> str:
+        """The same as the head of a column."""
+        unit = f" ({self.unit})" if self.unit else ""
+        return f"{self.name.replace('_', ' ').capitalize()}{unit}"
+
+    @property
+    def percent(self) -> bool:
+        """Whether it is a share of test samples that were right."""
+        return self.higher_is_better and self.unit == "%"
+
+    def text(self, value: float) -> str:
+        return f"{value:.{self.digits}f}"
+
+
 @dataclass(frozen=True)
 class Run:
     """One run folder.  Without a summary it is unfinished, and its latest figures stand."""
@@ -41,6 +86,29 @@ class Run:
     similarity: list[Record]
     summary: Record | None
     problems: tuple[str, ...]
+
+    @property
+    def metric(self) -> Metric:
+        """As the run's files describe it; accuracy where they do not."""
+        for place in (self.summary or {}, self.environment, self.config):
+            told = place.get("metric")
+            if isinstance(told, dict) and told.get("name"):
+                digits = number(told.get("digits"))
+                return Metric(
+                    str(told["name"]),
+                    str(told.get("unit") or ""),
+                    3 if digits is None else min(9, max(0, int(digits))),
+                    told.get("higher_is_better") is not False,
+                )
+        # An unfinished run has no summary yet, but lines with the name.
+        names = [k.removeprefix("test_") for r in self.epochs[-1:] for k in r if k[:5] == "test_"]
+        others = [name for name in names if name not in ("loss", "accuracy")]
+        return Metric(others[0], "", 3, False) if others else Metric()
+
+    @property
+    def task(self) -> object:
+        """What was trained on: a data set's name, or a task's."""
+        return self.config.get("data") or self.config.get("task")
 
     @property
     def finished(self) -> bool:
@@ -71,13 +139,18 @@ class Run:
         """Epochs from one test to the next."""
         return int(number(self.config.get("test_every")) or 1)
 
+    def curve(self, x: str) -> list[tuple[float, float]]:
+        """The metric at the end of each tested epoch, against ``x``."""
+        pairs = ((number(r.get(x)), number(r.get(self.metric.key))) for r in self.epochs)
+        return [(at, value) for at, value in pairs if at is not None and value is not None]
+
     @property
-    def accuracy(self) -> float | None:
-        """Of the final epoch, never of the best one."""
+    def score(self) -> float | None:
+        """The metric after the final epoch, never after the best one."""
         if self.summary is not None:
-            return number(self.summary.get("test_accuracy"))
-        tested = [number(epoch.get("test_accuracy")) for epoch in self.epochs]
-        return next((value for value in reversed(tested) if value is not None), None)
+            return number(self.summary.get(self.metric.key))
+        tested = self.curve("epoch")
+        return tested[-1][1] if tested else None
 
     @property
     def seconds(self) -> float | None:
@@ -102,12 +175,12 @@ class Run:
 
     @property
     def ms_per_step(self) -> float | None:
-        """The middle one; the mean where steps differ by design."""
+        """The median; the mean where steps differ by design."""
         if self.adaptive and self.seconds_per_step is not None:
             return 1e3 * self.seconds_per_step
         if self.summary is not None:
             return number(self.summary.get("ms_per_step"))
-        found = [ms for record in self.steps if (ms := number(record.get("ms"))) is not None]
+        found = numbers(self.steps, "ms")
         return statistics.median(found) if found else None
 
     @property

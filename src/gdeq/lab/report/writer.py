@@ -7,12 +7,12 @@ from pathlib import Path
 
 from gdeq.lab.report import plain
 from gdeq.lab.report.draw import draw
+from gdeq.lab.report.exactness import similarities
 from gdeq.lab.report.figures import make_figures
 from gdeq.lab.report.methods import looks
 from gdeq.lab.report.page import make_page
 from gdeq.lab.report.rows import make_rows
 from gdeq.lab.report.runs import ReportError, read_runs
-from gdeq.lab.report.similarity import similarities
 
 
 def table(runs: Sequence[Path]) -> str:
@@ -29,7 +29,6 @@ def write(runs: Sequence[Path], out: Path, title: str | None = None) -> Path:
     rows = make_rows(read)
     found = similarities(read)
     figures = make_figures(rows)
-    drawn_figures = figures + [figure for one in found for figure in one.figures]
     chosen = looks(
         [row.label for row in rows], [group.method for one in found for group in one.groups]
     )
@@ -38,14 +37,14 @@ def write(runs: Sequence[Path], out: Path, title: str | None = None) -> Path:
     try:
         (folder / "figures").mkdir(parents=True, exist_ok=True)
         drawn = {}
-        for figure in drawn_figures:
-            png, drawn[figure.name] = draw(figure, chosen)
-            _put(folder / "figures" / f"{figure.name}.png", png)
+        for figure in (*figures, *(figure for one in found for figure in one.figures)):
+            drawn[figure.name] = draw(figure, chosen)
+            put(folder / "figures" / f"{figure.name}.png", drawn[figure.name].png)
             data = plain.csv_text(*figure.csv_lines())
-            _put(folder / "figures" / f"{figure.name}.csv", data.encode())
-        _put(folder / "table.csv", plain.table_csv(rows).encode())
-        _put(folder / "runs.csv", plain.runs_csv(read).encode())
-        _put(page, make_page(title, read, rows, figures, found, chosen, drawn).encode())
+            put(folder / "figures" / f"{figure.name}.csv", data.encode())
+        put(folder / "table.csv", plain.table_csv(rows).encode())
+        put(folder / "runs.csv", plain.runs_csv(rows).encode())
+        put(page, make_page(title, read, rows, figures, found, chosen, drawn).encode())
     except OSError as problem:
         place = problem.filename or folder
         raise ReportError(
@@ -55,7 +54,7 @@ def write(runs: Sequence[Path], out: Path, title: str | None = None) -> Path:
     return page
 
 
-def _put(path: Path, data: bytes) -> None:
+def put(path: Path, data: bytes) -> None:
     """Whole or not at all: an earlier page stays until the new one is there."""
     half = path.with_name(path.name + ".part")
     try:

@@ -39,10 +39,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gdeq.gradients import GDEQ, JFB, Gradient, Measured
-from gdeq.lab.training.config import AdaptConfig, Config
+from gdeq import GDEQ, JFB, Gradient, Measured, Solver
+from gdeq.lab.training.settings import AdaptConfig, Config
 from gdeq.options import count
-from gdeq.solvers import Solver
 
 LONGEST_WAIT = 8  # times the patience
 LOWERING = 4  # the penalty is lowered so many times as hesitantly as a rung
@@ -99,9 +98,7 @@ class Tries:
         return {"wait": self.wait, "since": self.since}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.wait = state.get("wait", self.patience)
-        # Older checkpoints say only that there was one.
-        self.since = state.get("since", 0 if state.get("tried") else None)
+        self.wait, self.since = state["wait"], state["since"]
 
 
 class Ladder:
@@ -185,12 +182,8 @@ class Ladder:
         self.rung = enough[0] if enough else len(self.rungs) - 1
         self.calm = state["calm"]
         for value, tries in zip(self.rungs, self.tries, strict=False):
-            tries.restore(state.get("tries", {}).get(str(value), {}))
-        if "tries" not in state:  # an older one: of the last try, and for the next
-            for tries in self.tries[self.rung : self.rung + 1]:
-                tries.restore(state)
-            for tries in self.tries[max(0, self.rung - 1) : self.rung]:
-                tries.wait = state.get("wait", self.patience)
+            if str(value) in state["tries"]:
+                tries.restore(state["tries"][str(value)])
 
 
 class Penalty:
@@ -289,12 +282,11 @@ class Controller:
         self._tighten(done)
         self.forward.restore(state["forward"])
         self.backward.restore(state["backward"])
-        # At least what the configuration asks for now, which may be more than it did.  Older
-        # checkpoints have the weight of another penalty, under another name.
-        weight = state.get("residual_weight", 0.0)
+        # At least what the configuration asks for now, which may be more than it did.
+        weight = state["residual_weight"]
         self.penalty.weight = min(max(weight, self.penalty.base), self.penalty.most)
-        self.penalty.calm = state.get("residual_calm", 0)
-        self.penalty.tries.restore(state.get("residual_tries", {}))
+        self.penalty.calm = state["residual_calm"]
+        self.penalty.tries.restore(state["residual_tries"])
 
 
 def exhausted(

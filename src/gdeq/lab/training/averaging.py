@@ -2,49 +2,28 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
-from gdeq.models.mdeq import MDEQ
+Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
-class Average:
-    """`update` moves ``model`` towards the trained one by a share that `prepare` has set."""
+def averaged(model: nn.Module, decay: float) -> AveragedModel:
+    """Begins with the weights after the first step, and soon counts few steps, later ``decay``.
 
-    def __init__(self, trained: MDEQ, decay: float) -> None:
-        self.model = copy.deepcopy(trained).requires_grad_(False)
-        self.decay = decay
-        device = next(trained.parameters()).device
-        # On a GPU a step reads it where it lies.
-        self.share: float | Tensor = (
-            torch.zeros((), device=device) if device.type == "cuda" else 0.0
-        )
-        kept = [*self.model.parameters(), *self.model.buffers()]
-        new = [*trained.parameters(), *trained.buffers()]
-        pairs = list(zip(kept, new, strict=True))
-        # Counters, such as the batches that a batch norm has seen, have no average.
-        self.counters = [pair for pair in pairs if not pair[0].is_floating_point()]
-        self.kept = [kept for kept, _ in pairs if kept.is_floating_point()]
-        self.new = [new for _, new in pairs if new.is_floating_point()]
-
-    def prepare(self, step: int) -> None:
-        """For the step of this number, from 0 on."""
-        # As if the average had begun with the first step, not with the random start.
-        share = 1 - min(self.decay, (2 + step) / (11 + step))
-        if isinstance(self.share, Tensor):
-            self.share.fill_(share)
-        else:
-            self.share = share
+    Its update is no part of a recorded step: the number of updates is the host's.
+    """
+    kept: AveragedModel
 
     @torch.no_grad()
-    def update(self) -> None:
-        if isinstance(self.share, Tensor):  # a lerp of many takes no weight from the device
-            moves = torch._foreach_sub(self.new, self.kept)
-            torch._foreach_mul_(moves, self.share)
-            torch._foreach_add_(self.kept, moves)
-        else:
-            torch._foreach_lerp_(self.kept, self.new, self.share)
-        for kept, new in self.counters:
-            kept.copy_(new)
+    def update(old: Tensors, new: Tensors, _many: Tensor | int) -> None:
+        many = int(kept.n_averaged)  # on the host, unlike what is passed here
+        if old[0].is_floating_point():
+            torch._foreach_lerp_(old, new, 1 - min(decay, (1 + many) / (10 + many)))
+        else:  # counters, such as the batches that a batch norm has seen, have no average
+            torch._foreach_copy_(old, new)
+
+    kept = AveragedModel(model, multi_avg_fn=update, use_buffers=True)
+    kept.module.requires_grad_(False)
+    return kept

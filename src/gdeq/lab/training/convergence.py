@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gdeq.lab.training.config import Config
+from gdeq.lab.training.settings import Config
 from gdeq.options import count
 
 ABOVE = 2.0  # times a target that still tightens: below, more steps are taken without a word
@@ -47,8 +47,7 @@ class ConvergenceWatch:
         adapt = self.adapt
         if not adapt.enabled:
             return (
-                "raise solver.max_iter, hold f down with residual_weight=5 or jacobian_weight=1, "
-                "or lower optimizer.lr"
+                "raise solver.max_iter, hold f down with residual_weight=5, or lower optimizer.lr"
             )
         if residual <= adapt.forward:  # nobody asks for more steps
             return f"lower adapt.forward={adapt.forward:g}, which allows it"

@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import subprocess
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ import yaml
 from safetensors.torch import save as to_safetensors
 
 from gdeq import __version__
+from gdeq.lab.tasks import registry
 from gdeq.lab.training import config as configs
-from gdeq.lab.training.config import Config
+from gdeq.lab.training.settings import Config
 
 
 class RunError(RuntimeError):
@@ -66,7 +68,9 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
             run = cls(path)
             run.write_config(config)
-            run.write("environment.json", json.dumps(environment(), indent=1))
+            metric = asdict(registry.find(config.task).metric)
+            told = {**environment(), "metric": metric}  # for a report on an unfinished run
+            run.write("environment.json", json.dumps(told, indent=1))
         except OSError as problem:
             raise RunError(f"cannot make the run folder {path}: {problem.strerror}") from problem
         return run
@@ -136,7 +140,7 @@ class RunFolder:
         try:
             summary = json.loads((self.path / "summary.json").read_text())
             # Of a run that was lengthened the summary is the old one until the new end.
-            whole = summary["epochs"] >= epochs and "test_accuracy" in summary
+            whole = summary["epochs"] >= epochs and "metric" in summary
         except (OSError, ValueError, LookupError, TypeError):
             return None
         return summary if whole else None

@@ -8,22 +8,27 @@ import math
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gdeq.fast.kernels.loss import cross_entropy
-from gdeq.gradients import Unrolled
-from gdeq.lab import data as datasets
+from gdeq import DEQ, Unrolled, hold, residual_penalty
+from gdeq.lab.tasks import registry
+from gdeq.lab.tasks.task import Task
 from gdeq.lab.training import checkpoint
 from gdeq.lab.training.adapting import Controller, beginning, exhausted
-from gdeq.lab.training.averaging import Average
-from gdeq.lab.training.building import build_batches, build_model, share_batch_statistics
+from gdeq.lab.training.averaging import averaged
 from gdeq.lab.training.config import Config, ConfigError
 from gdeq.lab.training.convergence import ConvergenceWatch
-from gdeq.lab.training.failures import DivergedError, TrainingError, check_finite, unwritten
+from gdeq.lab.training.failures import (
+    DivergedError,
+    TrainingError,
+    check_finite,
+    unwritten,
+)
 from gdeq.lab.training.folder import RunError, RunFolder
 from gdeq.lab.training.lock import RunLock
 from gdeq.lab.training.metrics import Sums
@@ -31,53 +36,35 @@ from gdeq.lab.training.optimization import build_optimizer, learning_rate, resto
 from gdeq.lab.training.precision import caution, precision
 from gdeq.lab.training.process import Process
 from gdeq.lab.training.progress import Silent
-from gdeq.lab.training.randomness import random_state, restore_random_state
-from gdeq.lab.training.recordings import Recordings, kind_of
+from gdeq.lab.training.recordings import Recordings
 from gdeq.lab.training.records import Recorder, summary, unrolled_steps
 from gdeq.lab.training.stopping import Interrupted, StopRequest
-from gdeq.models.mdeq import MDEQ
 from gdeq.options import count
-from gdeq.regularize import hold, jacobian_penalty, residual_penalty
 
-__all__ = [
-    "DivergedError",
-    "Interrupted",
-    "Trainer",
-    "TrainingError",
-    "build_model",
-    "learning_rate",
-    "precision",
-]
+__all__ = ["DivergedError", "Interrupted", "Trainer", "TrainingError", "measures", "precision"]
 
 
 class Trainer:
     """One run.  All that changes from step to step is in `state` and goes into a checkpoint."""
 
     def __init__(
-        self, config: Config, run: RunFolder, process: Process, progress: Silent, root: str | None
+        self, config: Config, run: RunFolder, process: Process, progress: Silent, root: Path | None
     ) -> None:
         self.config, self.run, self.process, self.progress = config, run, process, progress
         device = process.device
-        self.dataset = datasets.load(config.data, root, device)
-        samples = len(self.dataset.train_x)
-        if config.batch_size > samples:
-            raise ConfigError(
-                f"batch_size {config.batch_size} is larger than the data set "
-                f"({count(samples, 'sample')}): lower batch_size"
-            )
-        model = build_model(config, self.dataset).to(device)
-        if device.type == "cuda":
-            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.model = share_batch_statistics(model, config, process)
+        self.task: Task[Any] = registry.find(config.task)(config, process, root)
+        self.train_batches, self.test_batches = self._batches()
+        torch.manual_seed(config.seed)
+        self.model = self.task.model().to(device)
+        self.deq = _deq_of(self.model, self.task)
         if process.rank:  # the same weights everywhere, but dropout masks of its own
             torch.manual_seed(config.seed + 1_000_003 * process.rank)
-        self.average = Average(self.model, config.ema) if config.ema else None
+        self.average = averaged(self.model, config.ema) if config.ema else None
         self.wrapped: nn.Module = self.model
         if process.world_size > 1:
             ids = [device.index] if device.type == "cuda" else None
             self.wrapped = DistributedDataParallel(self.model, device_ids=ids)
         self.optimizer = build_optimizer(config, self.model)
-        self.train_batches, self.test_batches = build_batches(config, self.dataset, process)
         self.total = config.epochs * len(self.train_batches)
         self.step = 0
         adapt = config.adapt
@@ -85,16 +72,14 @@ class Trainer:
         self.told: int | None = None  # the epoch of its last warning
         # Between several GPUs gradients are exchanged by threads that no graph sees.
         alone = device.type == "cuda" and process.world_size == 1
-        self.recordings = Recordings(config.graph and alone, adapt.enabled, kind_of(config))
-        self.penalised: tuple[str, ...] = ()  # the penalties of the step under way
+        self.recordings = Recordings(config.graph and alone, adapt.enabled)
+        self.penalised = False  # the step under way has the residual penalty
         self.measured = True  # its gradient's residual is
-        # Their weights; on a GPU a step reads them where they lie.
-        self.penalty_weights: dict[str, float | Tensor] = {
-            name: torch.zeros((), device=device) if device.type == "cuda" else 0.0
-            for name in ("jacobian", "residual")
-        }
+        # The penalty's weight, where a recorded step reads it.
+        self.penalty_weight = torch.zeros((), device=device)
         self.seconds = 0.0  # spent training, over all pieces of the run
-        self.sums, self.test_sums = Sums(device), Sums(device)  # of this epoch
+        metric = self.task.metric.name
+        self.sums, self.test_sums = Sums(device, metric), Sums(device, metric)  # of this epoch
         self.saved_at = time.monotonic()
         self.stop = StopRequest(patience=20.0 if process.world_size > 1 else 2.0)
         self.proceed: str | None = None  # the command that goes on, where it is not --resume
@@ -103,10 +88,24 @@ class Trainer:
         self.run_lock = RunLock()
         self.recorder: Recorder | None = None  # of the first process, while it trains
 
+    def _batches(self) -> tuple[Any, Any]:
+        """Of training, and of the test."""
+        size, samples = self.config.batch_size, len(self.task.data.train[0])
+        if size > samples:
+            raise ConfigError(
+                f"batch_size {size} is larger than the data set ({count(samples, 'sample')}): "
+                "lower batch_size"
+            )
+        tested = _test_batch(len(self.task.data.test[0]), size, self.process.world_size)
+        try:
+            return self.task.train_batches(size), self.task.test_batches(tested)
+        except ValueError as problem:
+            raise ConfigError(str(problem)) from problem
+
     @property
-    def evaluated(self) -> MDEQ:
+    def evaluated(self) -> nn.Module:
         """The averaged weights where there are any."""
-        return self.model if self.average is None else self.average.model
+        return self.model if self.average is None else self.average.module
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -127,49 +126,55 @@ class Trainer:
             "step": self.step,
             "seconds": self.seconds,
             "recording_seconds": self.recordings.seconds,
-            **self.sums.state(self.process),
+            "sums": self.sums.state(self.process),
             "model": self.model.state_dict(),
-            "averaged": self.average.model.state_dict() if self.average else None,
+            "averaged": self.average.state_dict() if self.average else None,
             "optimizer": self.optimizer.state_dict(),
             "adapt": self.controller.state() if self.controller else None,
-            **random_state(self.process),
+            **self.process.random_state(),
             "metrics_size": self.run.size(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """All processes call it, with the same state."""
         self.lock()  # before anything in the folder is touched
-        try:
+        with self.fitting():
             self.take_over(state)
             metrics_size = state["metrics_size"]
-        except (KeyError, RuntimeError, ValueError) as problem:
-            self.run_lock.release()
-            raise checkpoint.CheckpointError(
-                f"the checkpoint of {self.run.path} does not fit its config.yaml: {problem}"
-            ) from problem
         self.process.wait()  # until the last one has read the folder
         if self.process.first:
             for place in checkpoint.set_aside(self.run.path, newer_than=self.step):
                 self.progress.say(f"the damaged checkpoint is now {place.name}")
             self.run.cut(metrics_size)
 
+    @contextlib.contextmanager
+    def fitting(self) -> Iterator[None]:
+        """What goes wrong inside is a checkpoint of another model."""
+        try:
+            yield
+        except (KeyError, RuntimeError, ValueError) as problem:
+            self.run_lock.release()
+            raise checkpoint.CheckpointError(
+                f"the checkpoint of {self.run.path} does not fit its config.yaml: {problem}"
+            ) from problem
+
     def take_over(self, state: dict[str, Any]) -> None:
         """What a checkpoint holds; the run folder is left alone."""
         self.step, self.seconds = state["step"], state["seconds"]
-        self.recordings.seconds = state.get("recording_seconds", 0.0)  # older ones do not say
-        self.sums.restore(state, self.process)
+        self.recordings.seconds = state["recording_seconds"]
+        self.sums.restore(state["sums"], self.process)
         self.model.load_state_dict(state["model"])
         if self.average is not None:
-            self.average.model.load_state_dict(state["averaged"])
+            self.average.load_state_dict(state["averaged"])
         restore_moments(self.optimizer, state["optimizer"])
-        if self.controller is not None and state.get("adapt") is not None:
+        if self.controller is not None and state["adapt"] is not None:
             self.controller.restore(state["adapt"], self.step / self.total)
-        restore_random_state(state, self.process)
+        self.process.restore_random_state(state)
 
     def save(self) -> None:
         check_finite(self.sums.read(self.process)["loss"], self.step, self.run.path)
         # The loss is from before the last update: that may have spoilt the weights.
-        if not all(bool(p.isfinite().all()) for p in self.model.parameters()):
+        if not torch.stack([p.isfinite().all() for p in self.model.parameters()]).all():
             check_finite(math.nan, self.step, self.run.path)
         state = self.state()
         if self.process.first:
@@ -180,7 +185,7 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """What its settings come to, where that is not plain from them."""
-        first, found = self.config.pretrain_steps, []
+        first, found = self.config.pretrain_steps, list(self.task.notes())
         if first >= self.total:
             found.append(
                 f"warning: all {count(self.total, 'step')} are unrolled, none has a solver: lower "
@@ -218,8 +223,8 @@ class Trainer:
         config, device = self.config, self.process.device
         if self.process.first:
             self.recorder = Recorder(self.run, self.step)
-        title = f"{config.data} {config.model.size} {config.gradient.name}"
-        self.progress.begin(title, self.total, self.step)
+        title = f"{self.task.title_of(config)} {config.gradient.name}"
+        self.progress.begin(title, self.total, self.step, self.task.metric)
         self._say(caution(config, device))
         for text in self.notes():
             self._say(text)
@@ -296,17 +301,16 @@ class Trainer:
         """All processes call it, and measure and choose the same."""
         assert self.controller is not None
         figures = self.sums.read_since_look(self.process)
-        if figures is None:  # resumed from an older checkpoint a few steps ago
+        if figures is None:  # nothing was measured since, as where a resume has just begun
             return
         self.sums.look()
-        names = "residual", "batch_error"
-        residual, error = (figures[name] for name in names)
-        measured = dict(zip(names, (residual, error), strict=True))
+        measured = {name: figures[name] for name in ("residual", "batch_error")}
+        residual, error = measured.values()
         choice = self.controller.look(residual, error, self.step / self.total)
         if choice is not None:
             record = {"kind": "adapt", "step": self.step, "epoch": epoch + 1}
-            above = [name for name, high in zip(names, self.controller.above, strict=True) if high]
-            why = {"above_target": above}  # none: room to spare
+            judged = zip(measured, self.controller.above, strict=True)
+            why = {"above_target": [name for name, high in judged if high]}  # none: room to spare
             self._write({**record, **choice.figures(), **measured, **why})
         if any(self.controller.exhausted) and epoch != self.told:
             self.told = epoch
@@ -319,19 +323,30 @@ class Trainer:
 
     # -- one step --------------------------------------------------------------------------------
 
-    def one_step(self, images: Tensor, labels: Tensor) -> None:
+    def one_step(self, *batch: Tensor) -> None:
         self._prepare(self.step)
-        unrolled = self.model.deq.solver is None
+        unrolled = self.deq.solver is None
         way: tuple[Any, ...] = (unrolled, self.penalised, self.measured)
         if self.controller is not None and not unrolled:
             choice = self.controller.choice
             way += (choice.steps, choice.refine)
-        self.recordings.run(self._compute, way, images, labels)
+        self.recordings.rehearse(self._compute, way, self._changed, *batch)
+        self.recordings.run(self._compute, way, *batch)
+        if self.average is not None:
+            self.average.update_parameters(self.model)
         self.step += 1
+
+    def _changed(self) -> Iterator[Tensor]:
+        """The tensors that a step changes."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield self.sums.values
+        for kept in self.optimizer.state.values():
+            yield from (value for value in kept.values() if isinstance(value, Tensor))
 
     def set_phase(self, step: int) -> None:
         """How the model is solved at this step: unrolled at first, then as configured."""
-        config, deq = self.config, self.model.deq
+        config, deq = self.config, self.deq
         if step < config.pretrain_steps:
             deq.solver, deq.gradient = None, Unrolled(config.pretrain_layers)
         elif self.controller is not None:
@@ -346,68 +361,55 @@ class Trainer:
         config = self.config
         torch.clear_autocast_cache()  # its half-precision copies are of the weights before a step
         self.set_phase(step)
-        # Unrolled, there is no equilibrium to speak of.
-        solved = step >= config.pretrain_steps
         if step == config.pretrain_steps:
             self.sums.look()  # what went before says nothing of the solver
-        residual_weight = config.residual_weight
+        weight = config.residual_weight
         if self.controller is not None:
-            residual_weight = self.controller.choice.residual_weight
-        wanted = {
-            "jacobian": (config.jacobian_weight, config.jacobian_every),
-            "residual": (residual_weight, config.residual_every),
-        }
-        self.penalised = tuple(
-            name
-            for name, (weight, every) in wanted.items()
-            if solved and weight > 0 and step % every == 0
-        )
+            weight = self.controller.choice.residual_weight
+        # Unrolled, there is no equilibrium to speak of.
+        solved = step >= config.pretrain_steps
+        self.penalised = solved and weight > 0 and step % config.residual_every == 0
+        if self.penalised:
+            self.penalty_weight.fill_(weight)
         # (Of DistributedDataParallel all gradients are asked for, in the way it knows.)
         self.measured = self.wrapped is not self.model or measures(config, step)
-        for name in self.penalised:
-            weight, kept = wanted[name][0], self.penalty_weights[name]
-            if isinstance(kept, Tensor):
-                kept.fill_(weight)
-            else:
-                self.penalty_weights[name] = weight
         set_rate(self.optimizer, learning_rate(config, step, self.total))
-        if self.average is not None:
-            self.average.prepare(step)
         self.model.train()
 
-    def _compute(self, images: Tensor, labels: Tensor) -> None:
+    def _compute(self, x: Tensor, *targets: Tensor) -> None:
         """The step itself: reads and writes tensors that stay where they are, waits for nothing."""
-        config, model = self.config, self.model
-        # Penalties are on the f that was solved: with its dropout masks and its injection.
-        with hold(model.deq.cell), _outputs(model.stem) as injections:
-            logits = self.wrapped(images)
-            loss = cross_entropy(logits, labels, config.label_smoothing)
-            objective = loss
-            for name in self.penalised:
-                penalty = self._penalty(name, *injections)
-                objective = objective + self.penalty_weights[name] * penalty
+        model, task = self.model, self.task
+        with contextlib.ExitStack() as opened:
+            if self.penalised:  # the f that was solved: with its dropout masks and its inputs
+                opened.enter_context(hold(self.deq.cell))
+                inputs = opened.enter_context(deq_inputs(model, task))
+            output = self.wrapped(x)
+            objective = loss = task.loss(output, *targets)
+            if self.penalised:
+                objective = loss + self.penalty_weight * self._penalty(*inputs[0])
         self.optimizer.zero_grad(set_to_none=True)
         # The way down to z, which measures the residual, is none to the parameters.
         parameters = [p for p in model.parameters() if p.requires_grad]
         objective.backward(inputs=None if self.measured else parameters)
         self.clip_gradients()
         self.optimizer.step()
-        self.sums.add(logits.detach(), labels, loss.detach(), model)
-        if self.average is not None:
-            self.average.update()
+        self._add(self.sums, loss, output, targets, self.deq)
+
+    def _add(
+        self, sums: Sums, loss: Tensor, output: Any, targets: tuple[Tensor, ...], deq: DEQ
+    ) -> None:
+        assert deq.solution is not None
+        with torch.no_grad():
+            sums.add(loss.detach(), self.task.score(output, *targets), deq.solution)
 
     def clip_gradients(self) -> None:
         if self.config.optimizer.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
 
-    def _penalty(self, name: str, injection: Tensor) -> Tensor:
-        deq = self.model.deq
+    def _penalty(self, *inputs: Any) -> Tensor:
+        deq = self.deq
         assert deq.solution is not None
-        z = deq.solution.z
-        if name == "residual":
-            return residual_penalty(lambda z: deq.cell(z, injection), z)
-        step = self.config.jacobian_step
-        return jacobian_penalty(lambda z: deq.cell(z, injection), z, step=step)
+        return residual_penalty(lambda z: deq.cell(z, *inputs), deq.solution.z)
 
     # -- what it tells ---------------------------------------------------------------------------
 
@@ -434,27 +436,23 @@ class Trainer:
         train = self.sums.read(self.process)
         check_finite(train["loss"], self.step, self.run.path)
         tested = (epoch + 1) % self.config.test_every == 0 or self.step == self.total
-        test = self.evaluate() if tested else {"loss": None, "accuracy": None}
+        metric = self.task.metric
+        test: dict[str, Any] = self.evaluate() if tested else {"loss": None, metric.name: None}
+        told = ("solver_steps", "residual", "backward_residual", "backward_error", "batch_error")
         record = {
             "kind": "epoch",
             "epoch": epoch + 1,
             "step": self.step,
             "seconds": self.seconds,
-            "train_loss": train["loss"],
-            "train_accuracy": train["accuracy"],
-            "test_loss": test["loss"],
-            "test_accuracy": test["accuracy"],
-            "solver_steps": train["solver_steps"],
-            "residual": train["residual"],
-            "backward_residual": train["backward_residual"],
-            "backward_error": train["backward_error"],
-            "batch_error": train["batch_error"],
+            **{f"train_{name}": train[name] for name in ("loss", metric.name)},
+            **{f"test_{name}": test[name] for name in ("loss", metric.name)},
+            **{name: train[name] for name in told},
             **self._in_use(),
         }
         self._write(record)
         if tested:
             self.progress.say(
-                f"epoch {epoch + 1}/{self.config.epochs}: test accuracy {test['accuracy']:.2f} %, "
+                f"epoch {epoch + 1}/{self.config.epochs}: test {metric.text(test[metric.name])}, "
                 f"loss {test['loss']:.3f}, {self.seconds:.0f} s of training"
             )
         if self.process.first and epoch + 1 in self.config.snapshots:
@@ -472,40 +470,43 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Loss and accuracy over the test set, by the averaged weights where there are any."""
+        """Means over the test set, by the averaged weights where there are any."""
         model = self.evaluated
         torch.clear_autocast_cache()
         model.eval()
-        model.deq.solver, model.deq.gradient = self.model.deq.solver, self.model.deq.gradient
-        way: tuple[Any, ...] = (model.deq.solver is None,)
-        if self.controller is not None and model.deq.solver is not None:
-            # Not with more steps than it is trained with: an f that is not an equilibrium within
-            # them is another function with more.
-            choice = self.controller.choice
-            model.deq.solver = choice.solver(self.config)
-            way += (choice.steps,)
+        # Adapted, not with more steps than it is trained with: an f that is not an equilibrium
+        # within them is another function with more.
+        self.set_phase(self.step - 1)
+        deq = _deq_of(model, self.task)
+        deq.solver, deq.gradient = self.deq.solver, self.deq.gradient
+        way: tuple[Any, ...] = (deq.solver is None,)
+        if self.controller is not None and deq.solver is not None:
+            way += (self.controller.choice.steps,)
         self.test_sums.clear()
-        for _, (images, labels) in self.test_batches.epoch():
-            if len(images) == self.test_batches.batch_size:
-                self.recordings.run(self._test, way, images, labels)
+        for _, batch in self.test_batches.epoch():
+            if len(batch[0]) == self.test_batches.batch_size:
+                self.recordings.run(self._test, way, *batch)
             else:
-                self._test(images, labels)
+                self._test(*batch)
         found = self.test_sums.read(self.process)
         backward = {name for name, _ in self.test_sums.BACKWARD}  # there was no such pass
         return {name: value for name, value in found.items() if name not in backward}
 
-    def _test(self, images: Tensor, labels: Tensor) -> None:
+    def _test(self, x: Tensor, *targets: Tensor) -> None:
         torch.clear_autocast_cache()  # or a recording would keep what the first batches left there
-        logits = self.evaluated(images)
-        loss = cross_entropy(logits, labels)
-        self.test_sums.add(logits, labels, loss, self.evaluated)
+        output = self.evaluated(x)
+        loss = self.task.losses(output, *targets).mean()
+        self._add(self.test_sums, loss, output, targets, _deq_of(self.evaluated, self.task))
 
     def _finish(self) -> dict[str, Any]:
         if not self.process.first:  # the files are the first one's
             return {}
         parameters = sum(p.numel() for p in self.model.parameters())
-        times = self.seconds, self.recordings.seconds
-        told = summary(self.config, self.process, self.run.metrics(), *times, parameters)
+        told = summary(self.config, self.process, self.run.metrics(), self.task.metric) | {
+            "train_seconds": self.seconds,
+            "recording_seconds": self.recordings.seconds,  # compiling too; not in train_seconds
+            "parameters": parameters,
+        }
         self.run.write_weights("weights.safetensors", self.evaluated.state_dict())
         self.run.write("summary.json", json.dumps(told, indent=1))
         return told
@@ -519,11 +520,34 @@ def measures(config: Config, step: int) -> bool:
 
 
 @contextlib.contextmanager
-def _outputs(module: nn.Module) -> Iterator[list[Any]]:
-    """What the module returns while this is open: also where another one calls it."""
-    found: list[Any] = []
-    handle = module.register_forward_hook(lambda _module, _inputs, output: found.append(output))
+def deq_inputs(model: nn.Module, task: Task[Any]) -> Iterator[list[tuple[Any, ...]]]:
+    """What the model's DEQ is called with while this is open."""
+    seen: list[tuple[Any, ...]] = []
+    injector = task.injector(model)
+    if injector is None:
+        handle = _deq_of(model, task).register_forward_pre_hook(
+            lambda _, inputs: seen.append(inputs)
+        )
+    else:
+        handle = injector.register_forward_hook(lambda *call: seen.append((call[-1],)))
     try:
-        yield found
+        yield seen
     finally:
         handle.remove()
+
+
+def _deq_of(model: nn.Module, task: Task[Any]) -> DEQ:
+    found = getattr(model, "deq", None)
+    if not isinstance(found, DEQ):
+        raise ConfigError(
+            f"the model of {task.name} must have its equilibrium layer, a gdeq.DEQ, as the "
+            "attribute deq"
+        )
+    return found
+
+
+def _test_batch(samples: int, training: int, processes: int) -> int:
+    """At least 256, or as large as in training; if one near that leaves no rest, that one."""
+    least = -(-max(256, training) // processes) * processes
+    whole = [size for size in range(least, 2 * least + 1, processes) if samples % size == 0]
+    return whole[0] if whole else least

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from gdeq.lab.training.process import Process
-from gdeq.models.mdeq import MDEQ
-from gdeq.solution import mean_by_share
+from gdeq.solution import Solution, mean_by_share
 
 
 class Sums:
@@ -18,6 +17,8 @@ class Sums:
     Three of them, each from its own beginning: a number that is not finite is in what it was
     measured for, and not in what comes after.  Reading them is the only time the loop waits for
     the device.
+
+    metric: the name under which the mean score is read.
     """
 
     # What is known of w, each with the number of samples that have it.
@@ -27,27 +28,23 @@ class Sums:
         ("batch_error", "judged"),  # `BackwardRecord.batch_error`
     )
     NAMES = (
-        *("samples", "loss", "correct", "residual", "solver_steps"),
+        *("samples", "loss", "score", "residual", "solver_steps"),
         *(name for pair in BACKWARD for name in pair),
     )
     EPOCH, LOG, LOOK = range(3)  # since the epoch began, the last log line, the last adapting
-    KEPT = ("sums", "sums_since_log", "sums_since_look")  # in a checkpoint
 
-    def __init__(self, device: torch.device) -> None:
-        shape = (len(self.KEPT), len(self.NAMES))
-        self.values = torch.zeros(shape, dtype=torch.float64, device=device)
+    def __init__(self, device: torch.device, metric: str) -> None:
+        self.metric = metric
+        self.values = torch.zeros(3, len(self.NAMES), dtype=torch.float64, device=device)
 
-    def add(self, logits: Tensor, labels: Tensor, loss: Tensor, model: MDEQ) -> None:
-        """logits: (b, classes), labels: (b,), or shares of the classes: the largest one counts."""
-        solution = model.deq.solution
-        assert solution is not None
+    def add(self, loss: Tensor, scores: Tensor, solution: Solution) -> None:
+        """loss: () mean of the samples; scores: (b,)"""
         record, wide = solution.record, torch.float64
-        named = labels.argmax(1) if labels.is_floating_point() else labels
-        samples = torch.full_like(loss, len(labels), dtype=wide)
+        samples = torch.full_like(loss, len(scores), dtype=wide)
         found = [
             samples,
             loss * samples,
-            (logits.argmax(1) == named).sum(dtype=wide),
+            scores.sum(dtype=wide),
             solution.residual.sum(dtype=wide),
             solution.steps.sum(dtype=wide),
         ]
@@ -93,20 +90,15 @@ class Sums:
             total, known = sums.pop(name), sums.pop(those)
             backward[name] = total / known if known else math.nan
         means = {name: total / max(1.0, samples) for name, total in sums.items()}
-        means["accuracy"] = 100 * means.pop("correct")
-        return {"samples": samples, **means, **backward}
+        score = means.pop("score")
+        return {"samples": samples, **means, self.metric: score, **backward}
 
-    def state(self, process: Process) -> dict[str, Tensor]:
+    def state(self, process: Process) -> Tensor:
         """Over all processes: how many there will be after a resume is not known."""
-        return {
-            name: process.sum(values.clone())
-            for name, values in zip(self.KEPT, self.values, strict=True)
-        }
+        return process.sum(self.values.clone())
 
-    def restore(self, state: dict[str, Tensor], process: Process) -> None:
+    def restore(self, state: Tensor, process: Process) -> None:
         """The first process takes what all had, the others nothing: the sum stays what it was."""
         self.values.zero_()
-        for name, values in zip(self.KEPT, self.values, strict=True):
-            # What older checkpoints do not have begins anew.
-            if process.first and name in state and state[name].shape == values.shape:
-                values.copy_(state[name])
+        if process.first:
+            self.values.copy_(state)

@@ -5,11 +5,8 @@ same.  Five Newton–Schulz steps bring the singular values near 1 (0.7 to 1.2),
 
     X ← a X + (b A + c A²) X,    A = X Xᵀ,    X₀ = G / ‖G‖_F
 
-A convolution's kernel (out, in, k, k) is the matrix (out, in·k·k).  The size of an update is
-
-    "shape":     lr √max(1, out / (in·k·k)), so that each row of it has about the length lr
-    "relative":  lr ‖W‖_F / ‖U Vᵀ‖_F, so that W changes by this share of itself; for weights whose
-                 scale does not matter because a norm follows them, which is all of them in MDEQ
+A convolution's kernel (out, in, k, k) is the matrix (out, in·k·k).  An update has the size
+lr √max(1, out / (in·k·k)), so that each row of it has about the length lr.
 
 What is no such matrix (biases, norms, gains, the first and the last layer) is left to Adam.
 
@@ -30,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from gdeq.models.branches import Parallel, Serial
+from gdeq.fast.streams import Parallel, Serial
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -202,16 +199,11 @@ class _Orthogonal:
         return [found[n] for n in range(len(self.params))]
 
     def __call__(
-        self,
-        grads: list[Tensor],
-        momentum: float,
-        rate: Any,
-        relative: bool,
-        aside: Callable[[], None],
+        self, grads: list[Tensor], momentum: float, rate: Any, aside: Callable[[], None]
     ) -> Tensor:
         """The orthogonal updates, each already of its size.
 
-        aside: the decay of the parameters, done at the same time or, if ``relative``, before.
+        aside: the decay of the parameters, done at the same time.
         """
         flat = torch.empty_like(self.momentum)
         views = self.views(flat)
@@ -220,12 +212,6 @@ class _Orthogonal:
         flat.lerp_(self.momentum, momentum)  # Nesterov's look ahead
         lengths = lengths_of([views[n] for n in self.order])
         sizes = rate * self.by_shape
-        if relative:
-            aside()  # it changes their norms
-            norms = torch._foreach_norm(self.params)
-            own = torch.stack([norms[n] for n in self.order])
-            # A matrix of zeros has no size to go by, and would stay one.
-            sizes = rate * torch.where(own > 0, own, self.by_shape)
         each = [len(place.stack.members) for place in self.places]
         branches = Parallel(flat.device, BRANCHES, grad=False) if self.on_gpu else Serial()
         load, kept = [0.0] * BRANCHES, []
@@ -235,15 +221,11 @@ class _Orthogonal:
             branch = load.index(min(load))
             load[branch] += LAUNCHES + place.stack.cost
             with branches.on(branch):
-                x, size = place.orthogonal(flat, known, self.dtype), part
-                if relative:
-                    length = torch.linalg.vector_norm(x, dim=(1, 2), dtype=part.dtype)
-                    size = torch.where(length > 0, part / length, 0.0)
-                place.put(x, size, flat)
-                kept.append((x, size))  # until the branches have joined
-        if not relative:
-            with branches.on(load.index(min(load))):
-                aside()
+                x = place.orthogonal(flat, known, self.dtype)
+                place.put(x, part, flat)
+                kept.append(x)  # until the branches have joined
+        with branches.on(load.index(min(load))):
+            aside()
         branches.join([flat])
         return flat
 
@@ -267,7 +249,6 @@ def _with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Groups with ``orthogonal`` get Muon's update, the others Adam's with decoupled decay.
 
-    scale: "shape" or "relative", see above.
     pad: whether matrices of unlike shapes share a stack; by default on a GPU.
     """
 
@@ -277,13 +258,10 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float = 0.95,
         *,
-        scale: str = "shape",
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         pad: bool | None = None,
     ) -> None:
-        if scale not in ("shape", "relative"):
-            raise ValueError(f"Muon's scale is 'shape' or 'relative', got {scale!r}")
         groups = [{**group, "params": list(group["params"])} for group in groups]
         params = [p for group in groups for p in group["params"]]
         flat = [p for g in groups if g.get("orthogonal") for p in g["params"] if p.dim() < 2]
@@ -292,7 +270,7 @@ class Muon(torch.optim.Optimizer):
                 f"a parameter of shape {tuple(flat[0].shape)} is no matrix and cannot be made "
                 "orthogonal: put it into a group without 'orthogonal'"
             )
-        self.pad, self.relative = pad, scale == "relative"
+        self.pad = pad
         # Adam's counter of steps lies on the GPU, as `load_state_dict` is told by these two.
         on_gpu = bool(params) and params[0].device.type == "cuda"
         more = {"fused": on_gpu or None, "capturable": on_gpu, "weight_decay": 0.0}
@@ -338,7 +316,7 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
 
         grads = [p.grad for p in params if p.grad is not None]
-        updates = made(grads, group["momentum"], rate, self.relative, decay)
+        updates = made(grads, group["momentum"], rate, decay)
         torch._foreach_sub_(params, made.views(updates))
 
     def _adam(self, group: dict[str, Any], params: list[Tensor]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gdeq.lab.training.config import Config, OptimizerConfig
 from gdeq.lab.training.muon import Muon, split
+from gdeq.lab.training.settings import Config, OptimizerConfig
 
 
 def learning_rate(config: Config, step: int, total: int) -> float:
@@ -46,7 +46,7 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
             group["lr"] = torch.tensor(choice.lr, dtype=torch.float32, device=device)
     fused = True if on_gpu else None  # None: as PyTorch chooses
     if choice.name == "muon":
-        return Muon(groups, choice.lr, choice.momentum, scale=choice.scale)
+        return Muon(groups, choice.lr, choice.momentum)
     if choice.name == "adam":
         return torch.optim.AdamW(groups, lr=choice.lr, fused=fused, capturable=on_gpu)
     return torch.optim.SGD(

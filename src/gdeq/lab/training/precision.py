@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gdeq.lab.training.config import Config
+from gdeq.lab.training.settings import Config
 
 
 @contextlib.contextmanager

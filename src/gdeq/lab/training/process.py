@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,23 @@ class Process:
         raised = torch.tensor(float(flag), device=self.device)
         dist.all_reduce(raised, op=dist.ReduceOp.MAX)
         return bool(raised.item())
+
+    def random_state(self) -> dict[str, Tensor | None]:
+        """One row for each process, of dropout masks and noise; all of them call it."""
+        cuda = self.device.type == "cuda"
+        return {
+            "rng": self.gather(torch.get_rng_state()),
+            "cuda_rng": self.gather(torch.cuda.get_rng_state(self.device)) if cuda else None,
+        }
+
+    def restore_random_state(self, state: dict[str, Any]) -> None:
+        """Go on as if nothing had happened; a process that was not there before begins anew."""
+        rng, cuda_rng = state["rng"], state["cuda_rng"]
+        if self.rank >= len(rng):
+            return
+        torch.set_rng_state(rng[self.rank].clone())
+        if cuda_rng is not None and self.device.type == "cuda":
+            torch.cuda.set_rng_state(cuda_rng[self.rank].clone(), self.device)
 
 
 def start(device: str) -> Process:

@@ -9,11 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from gdeq.lab.tasks.task import Metric
+
 
 class Silent:
     """For processes other than the first, and for tests."""
 
-    def begin(self, title: str, total: int, done: int) -> None: ...
+    def begin(self, title: str, total: int, done: int, metric: Metric) -> None:
+        self.metric = metric
 
     def step(self, done: int, figures: dict[str, float]) -> None: ...
 
@@ -32,7 +35,8 @@ class Lines(Silent):
         self.began = 0.0
         self.first = 0
 
-    def begin(self, title: str, total: int, done: int) -> None:
+    def begin(self, title: str, total: int, done: int, metric: Metric) -> None:
+        super().begin(title, total, done, metric)
         self.say(title)
         self.total, self.first, self.began = total, done, time.monotonic()
 
@@ -42,7 +46,7 @@ class Lines(Silent):
             return
         self.last = now
         left = (now - self.began) / max(1, done - self.first) * (self.total - done)
-        self.say(f"step {done}/{self.total}  {shown(figures)}  {left:.0f} s left")
+        self.say(f"step {done}/{self.total}  {shown(figures, self.metric)}  {left:.0f} s left")
 
     def say(self, text: str) -> None:
         print(text, flush=True)
@@ -63,12 +67,13 @@ class Bar(Silent):
         )
         self.task: Any = None
 
-    def begin(self, title: str, total: int, done: int) -> None:
+    def begin(self, title: str, total: int, done: int, metric: Metric) -> None:
+        super().begin(title, total, done, metric)
         self.progress.start()
         self.task = self.progress.add_task(title, total=total, completed=done, figures="")
 
     def step(self, done: int, figures: dict[str, float]) -> None:
-        self.progress.update(self.task, completed=done, figures=shown(figures))
+        self.progress.update(self.task, completed=done, figures=shown(figures, self.metric))
 
     def say(self, text: str) -> None:
         self.progress.console.print(text, highlight=False)
@@ -77,10 +82,9 @@ class Bar(Silent):
         self.progress.stop()
 
 
-def shown(figures: dict[str, float]) -> str:
+def shown(figures: dict[str, float], metric: Metric) -> str:
     formats = {
         "loss": "loss {:.3f}",
-        "accuracy": "acc {:.1f}%",
         "solver_steps": "{:.1f} solver steps",
         "max_iter": "of at most {:.0f}",  # these three where they are adapted
         "refine": "refine {:.0f}",
@@ -88,7 +92,10 @@ def shown(figures: dict[str, float]) -> str:
         "residual": "residual {:.1e}",
         "ms": "{:.0f} ms/step",
     }
-    return "  ".join(text.format(figures[key]) for key, text in formats.items() if key in figures)
+    parts = [text.format(figures[key]) for key, text in formats.items() if key in figures]
+    if metric.name in figures:
+        parts.insert(1, metric.text(figures[metric.name]))
+    return "  ".join(parts)
 
 
 def choose(first: bool) -> Silent:

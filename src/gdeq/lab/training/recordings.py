@@ -2,60 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from gdeq.fast.capture import Captured
-from gdeq.fast.recording import Memory
-from gdeq.lab.training import config as configs
-from gdeq.lab.training.config import Config
+from gdeq.fast.graphs import Captured, Memory
+from gdeq.fast.kernels.compiling import compile_ahead
 
 MOST = 16  # kept, the last ones used: their memory is shared, their kernels are not
-# Ways that a step has gone in this process: all their kernels are compiled and loaded.
-_gone: set[tuple[Any, ...]] = set()
-
-
-def kind_of(config: Config) -> Config:
-    """What two runs whose steps have the same kernels, and take as long, have in common."""
-    return configs.replace(
-        config,
-        seed=0,
-        epochs=1,
-        pretrain_steps=min(1, config.pretrain_steps),
-        snapshots=(),
-        log_every=1,
-        test_every=1,
-        checkpoint_seconds=0.0,
-    )
+REHEARSALS = 4  # of a new way at most: warm-up, then the recording
 
 
 class Recordings:
     """enabled: else all work is done as it is.
     shared: they take turns, and work in the same memory.
-    kind: those of trainings of one kind have the same kernels.
     """
 
-    def __init__(self, enabled: bool, shared: bool, kind: Hashable) -> None:
-        self.enabled, self.kind = enabled, kind
+    def __init__(self, enabled: bool, shared: bool) -> None:
+        self.enabled = enabled
         self.memory = Memory() if shared else None
         self.kept: dict[tuple[Any, ...], Captured] = {}
-        self.seconds = 0.0  # that recording took, in which nothing was trained
+        self.gone: set[tuple[Any, ...]] = set()  # ways that were recorded, kept or not
+        self.seconds = 0.0  # spent on rehearsals and recording, in which nothing was trained
 
     def run(self, work: Callable[..., None], way: tuple[Any, ...], *inputs: Tensor) -> None:
-        """The work on these inputs; recorded once it has been done this way a few times."""
+        """The work on these inputs, by its recording where there is one."""
         if not self.enabled:
             work(*inputs)
             return
-        made = self.of(work, *way)
+        made = self._of(work, way)
         before = made.recording_seconds
         made(*inputs)
         self.seconds += made.recording_seconds - before
-        if made.reason is None:  # else it cannot be recorded, and who tries must look first
-            _gone.add((self.kind, work.__name__, *way))
 
-    def of(self, work: Callable[..., None], *way: Any) -> Captured:
+    def rehearse(
+        self,
+        work: Callable[..., None],
+        way: tuple[Any, ...],
+        changed: Callable[[], Iterable[Tensor]],
+        *inputs: Tensor,
+    ) -> None:
+        """Of a way that is new: compile and record it, and leave all as it was.
+
+        So every step of a training is a replay, which takes as long as any other: what a GPU
+        compiles and what is recorded is in `seconds` and in no step.
+
+        changed: the tensors that the work changes; those that it makes itself begin as zeros.
+        """
+        if not self.enabled or (work.__name__, *way) in self.kept:
+            return
+        gpus = [inputs[0].device] if inputs[0].is_cuda else []
+        wait_for(gpus)
+        start, before = time.perf_counter(), self.seconds
+        saved = [(tensor, tensor.detach().clone()) for tensor in changed()]
+        if gpus and (work.__name__, *way) not in self.gone:
+            compile_ahead(lambda: work(*inputs))
+        made = self._of(work, way)
+        with torch.random.fork_rng(gpus):
+            self._until_recorded(made, work, way, inputs)
+        with torch.no_grad():
+            known = {id(tensor) for tensor, _ in saved}
+            for tensor in changed():
+                if id(tensor) not in known:
+                    tensor.zero_()
+            for tensor, value in saved:
+                tensor.copy_(value)
+        torch.clear_autocast_cache()  # its copies are of the rehearsal's weights
+        wait_for(gpus)
+        self.seconds = before + time.perf_counter() - start
+
+    def _until_recorded(
+        self,
+        made: Captured,
+        work: Callable[..., None],
+        way: tuple[Any, ...],
+        inputs: tuple[Tensor, ...],
+    ) -> None:
+        for _ in range(REHEARSALS):
+            if made.graph is not None or made.reason is not None:
+                break
+            self.run(work, way, *inputs)
+
+    def _of(self, work: Callable[..., None], way: tuple[Any, ...]) -> Captured:
         key = (work.__name__, *way)
         made = self.kept.pop(key) if key in self.kept else self._new(work, key)
         self.kept[key] = made  # in the order of their last use
@@ -64,10 +95,15 @@ class Recordings:
         return made
 
     def _new(self, work: Callable[..., None], key: tuple[Any, ...]) -> Captured:
-        # A step that is no graph yet takes several times as long.  In the first of the first way
-        # the optimiser's state is made, and is waited for.  The other ways need one alone, to
-        # compile and to see that nothing waits; none where another training has gone that way.
+        # In the first of the first way the optimiser's state is made, and is waited for.  The other
+        # ways need one alone, to compile and to see that nothing waits; one that was recorded
+        # before and dropped since needs none.
         started = any(name == work.__name__ for name, *_ in self.kept)
-        known = (self.kind, *key) in _gone
-        warmup = 3 if self.memory is None else 2 if not started else 0 if known else 1
+        warmup = 3 if self.memory is None else 2 if not started else int(key not in self.gone)
+        self.gone.add(key)
         return Captured(work, warmup, self.memory)
+
+
+def wait_for(gpus: list[torch.device]) -> None:
+    for device in gpus:
+        torch.cuda.synchronize(device)

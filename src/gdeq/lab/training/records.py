@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
+from dataclasses import asdict
 from typing import Any
 
-from gdeq.lab.training.config import Config
+from gdeq.lab.tasks.task import Metric
 from gdeq.lab.training.folder import RunFolder, device_name
 from gdeq.lab.training.process import Process
+from gdeq.lab.training.settings import Config
 
 
 class Recorder:
@@ -54,32 +56,21 @@ def ms_per_step(metrics: list[dict[str, Any]], config: Config) -> float | None:
 
 
 def summary(
-    config: Config,
-    process: Process,
-    metrics: list[dict[str, Any]],
-    seconds: float,
-    recording: float,
-    parameters: int,
+    config: Config, process: Process, metrics: list[dict[str, Any]], metric: Metric
 ) -> dict[str, Any]:
-    """Of a run that has reached its last epoch.
-
-    recording: seconds in which steps were recorded as CUDA graphs; in ``seconds`` they are not.
-    """
+    """Of a run that has reached its last epoch."""
     last = [r for r in metrics if r["kind"] == "epoch"][-1]
     return {
-        "test_accuracy": last["test_accuracy"],
+        f"test_{metric.name}": last[f"test_{metric.name}"],
+        "metric": asdict(metric),
+        "task": config.task,
         "epochs": config.epochs,
         "gradient": config.gradient.name,
         "pretrain": config.pretrain_steps > 0,
         "adaptive": config.adapt.enabled,
         "seed": config.seed,
-        "ms_per_step": ms_per_step(metrics, config) or 1e3 * seconds / last["step"],
-        "train_seconds": seconds,
-        "recording_seconds": recording,
+        "ms_per_step": ms_per_step(metrics, config) or 1e3 * last["seconds"] / last["step"],
         "device": device_name(process.device),
-        "data": config.data,
-        "size": config.model.size,
-        "parameters": parameters,
         "steps": last["step"],
         "processes": process.world_size,
     }

@@ -16,21 +16,23 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from gdeq.gradients import Gradient
-from gdeq.lab import data as datasets
-from gdeq.lab.data import Batches
+from gdeq import Gradient, Solver
+from gdeq.lab.data import DataError
+from gdeq.lab.tasks import registry
+from gdeq.lab.tasks.task import Metric
 from gdeq.lab.training import checkpoint, process, progress
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.config import Config, ConfigError
 from gdeq.lab.training.folder import RunError, RunFolder, device_name, read_metrics
-from gdeq.lab.training.loop import Interrupted, Trainer, build_model, precision
+from gdeq.lab.training.loop import Trainer
+from gdeq.lab.training.precision import precision
 from gdeq.lab.training.similarity import methods_for, similarity, solver_for
-from gdeq.models.mdeq import MDEQ
+from gdeq.lab.training.stopping import Interrupted
 from gdeq.options import count
-from gdeq.solvers import Solver
 
 GRADIENTS = ("implicit", "jfb", "npg", "gdeq")
 MISSING, HALF, FINISHED = "missing", "half", "finished"  # the runs of a comparison
+EXPECTED = (RunError, ConfigError, process.DeviceError, DataError, checkpoint.CheckpointError)
 DEEDS = {MISSING: "train into", HALF: "go on with", FINISHED: "keep"}
 
 
@@ -40,13 +42,11 @@ def train(
     root: Path | None = None,
     *,
     more: bool = False,
-    until: float | None = None,
     proceed: str | None = None,
 ) -> dict[str, Any]:
     """A new run in a new folder.
 
     more: others come after it, which a signal stops even where this one came to its end.
-    until: it saves and stops at this time (of `time.monotonic`), as at a signal.
     proceed: what one who stopped it is told to continue with (None: `gdeq train --resume`).
     """
     me = start_on(config.device)
@@ -56,11 +56,11 @@ def train(
         if me.first:
             RunFolder.check_free(path)
         # The data set and the model come first: a run that cannot start leaves no folder behind.
-        trainer = Trainer(config, RunFolder(path), me, view, _text(root))
+        trainer = Trainer(config, RunFolder(path), me, view, root)
         if me.first:
             trainer.run = RunFolder.create(path, config)
         me.wait()
-        return _fit(trainer, more, until, proceed)
+        return _fit(trainer, more, proceed)
     finally:
         process.stop()
 
@@ -72,12 +72,11 @@ def resume(
     tell: Callable[[str], None] = print,
     *,
     more: bool = False,
-    until: float | None = None,
     proceed: str | None = None,
 ) -> dict[str, Any]:
     """Go on where the newest whole checkpoint is; from the start if there is none yet.
 
-    A run that has all its epochs is left as it is.  more, until, proceed: as for `train`.
+    A run that has all its epochs is left as it is.  more, proceed: as for `train`.
     """
     run, config = reopen(path, overrides)
     summary = run.finished(config.epochs)
@@ -88,7 +87,7 @@ def resume(
     me = start_on(config.device)
     try:
         view = progress.choose(me.first)
-        trainer = Trainer(config, run, me, view, _text(root))
+        trainer = Trainer(config, run, me, view, root)
         trainer.lock()  # before the newest checkpoint is read: another process may be writing one
         if checkpoint.available(path):
             trainer.restore(checkpoint.latest(path, view.say))
@@ -101,7 +100,7 @@ def resume(
             view.say(_changed(run, config))
             run.write_config(config)  # the next resume goes on with the same
         me.wait()
-        return _fit(trainer, more, until, proceed)
+        return _fit(trainer, more, proceed)
     finally:
         process.stop()
 
@@ -147,13 +146,20 @@ def as_trained(run: RunFolder, epoch: int | None = None) -> Config:
     return configs.replace(config, adapt__enabled=False, solver__max_iter=steps, **used)
 
 
-def trained_model(
-    path: Path, root: Path | None = None, device: str | None = None, epoch: int | None = None
-) -> tuple[MDEQ, Config, datasets.Dataset]:
-    """The model of a finished run (or its snapshot after that epoch), ready to use."""
+def trained(
+    path: Path,
+    root: Path | None = None,
+    device: str | None = None,
+    epoch: int | None = None,
+    steps: int | None = None,
+) -> Trainer:
+    """A finished run, ready to be tested: with its last weights, or a snapshot's.
+
+    steps: of the solver at most, if not the run's own.
+    """
     run = RunFolder.open(path)
     config = as_trained(run, epoch)
-    place = start_on(device or config.device, "--device ").device
+    me = start_on(device or config.device, "--device ")
     file = path / ("weights.safetensors" if epoch is None else snapshots(path)[epoch])
     if not file.is_file():
         if (path / "summary.json").is_file() and not checkpoint.available(path):
@@ -162,30 +168,28 @@ def trained_model(
             f"{path} has no {file.name}: it is not finished; continue it with "
             f"`gdeq train --resume {path}`"
         )
-    dataset = datasets.load(config.data, _text(root), place)
-    model = build_model(config, dataset)
+    if steps is not None:
+        config = configs.replace(config, solver__max_iter=steps)
+    # What is in the file was averaged already.
+    alone, silent = process.Process(me.device), progress.Silent()
+    trainer = Trainer(configs.replace(config, ema=0.0), run, alone, silent, root)
     try:
-        model.load_state_dict(load_file(file))
+        trainer.model.load_state_dict(load_file(file))
     except (SafetensorError, RuntimeError) as problem:
         raise RunError(f"{file} is damaged or of another model: {problem}") from problem
-    return model.to(place).eval(), config, dataset
+    trainer.model.eval()
+    trainer.step = trainer.total
+    return trainer
 
 
 def evaluate(
     path: Path, root: Path | None = None, device: str | None = None, steps: int | None = None
 ) -> dict[str, float]:
-    """Test accuracy and loss of a finished run; ``steps``: with so many of the solver at most."""
-    run = RunFolder.open(path)
-    model, config, _ = trained_model(path, root, device)
-    if steps is not None:
-        config = configs.replace(config, solver__max_iter=steps)
-    me = process.Process(next(model.parameters()).device)
-    trainer = Trainer(configs.replace(config, ema=0.0), run, me, progress.Silent(), _text(root))
-    trainer.model.load_state_dict(model.state_dict())
-    trainer.set_phase(trainer.total - 1)
-    if steps is not None and trainer.model.deq.solver is None:
+    """Test metric and loss of a finished run; ``steps``: with so many of the solver at most."""
+    trainer = trained(path, root, device, steps=steps)
+    if steps is not None and trainer.total <= trainer.config.pretrain_steps:
         raise RunError(f"{path} ended unrolled, without a solver: leave --steps out")
-    with precision(config, me.device):
+    with precision(trainer.config, trainer.process.device):
         return trainer.evaluate()
 
 
@@ -221,25 +225,19 @@ def measure_similarity(
     if missing:
         raise RunError(f"no snapshot of epoch {missing[0]}; there are {sorted(found)}")
     for epoch in chosen:
-        model, config, dataset = trained_model(path, root, device, epoch)
-        own, methods = config.solver.build(), methods_for(config)
+        trainer = trained(path, root, device, epoch)
+        own, methods = trainer.config.solver.build(), methods_for(trainer.config)
         if epoch == chosen[0]:
             _tell_replaced(own, methods, tell)
-        if batch_size > len(dataset.train_x):
+        samples = len(trainer.task.data.train[0])
+        if batch_size > samples:
             raise ConfigError(
                 f"--batch-size {batch_size} is larger than the data set "
-                f"({count(len(dataset.train_x), 'sample')}): lower it"
+                f"({count(samples, 'sample')}): lower it"
             )
-        source = Batches(
-            dataset.train_x,
-            dataset.train_y,
-            batch_size,
-            mean=dataset.mean,
-            std=dataset.std,
-            seed=config.seed,
-        )
+        source = trainer.task.train_batches(batch_size, plain=True)
         records = []
-        for record in similarity(model, source, own, batches, epoch, exact_tol, methods):
+        for record in similarity(trainer, source, own, batches, epoch, exact_tol, methods):
             records.append(record)
             yield record
         _keep_similarity(run, epoch, records, tell)
@@ -307,8 +305,9 @@ def compare(
 
 def default_pretraining(config: Config, root: Path | None) -> int:
     """A fifth of the steps."""
-    dataset = datasets.load(config.data, _text(root))
-    return max(1, config.epochs * (len(dataset.train_x) // config.batch_size) // 5)
+    me = process.Process(torch.device("cpu"))
+    samples = len(registry.find(config.task)(config, me, root).data.train[0])
+    return max(1, config.epochs * (samples // config.batch_size) // 5)
 
 
 # -- dry runs --------------------------------------------------------------------------------------
@@ -326,20 +325,52 @@ class Forecast:
         """A problem is noted and the next check made, so that all are told at once."""
         try:
             yield
-        except (
-            RunError,
-            ConfigError,
-            process.DeviceError,
-            datasets.DataError,
-            checkpoint.CheckpointError,
-        ) as problem:
+        except EXPECTED as problem:
             if str(problem) not in self.problems:
                 self.problems.append(str(problem))
+
+    @contextlib.contextmanager
+    def trainer(self, config: Config, path: Path, root: Path | None) -> Iterator[Trainer | None]:
+        """The trainer that a run would have, if it could have one."""
+        made = None
+        me = process.Process(torch.device("cpu"))  # to see the rest where the device is missing
+        try:
+            with self.check():
+                me = start_on(config.device)
+                self.lines.append(f"device: {device_name(me.device)}")
+            with self.check():
+                made = Trainer(config, RunFolder(path), me, progress.Silent(), root)
+                train, test = (len(tensors[0]) for tensors in made.task.data)
+                self.lines += [
+                    f"data set: {train} train and {test} test {made.task.samples}",
+                    f"steps: {len(made.train_batches)} an epoch, {made.total} in all",
+                    f"parameters: {sum(p.numel() for p in made.model.parameters()):,}",
+                    *made.notes(),
+                ]
+            yield made
+        finally:
+            process.stop()
+
+    def restore(self, trainer: Trainer) -> None:
+        """Where it would go on; nothing is written."""
+        path = trainer.run.path
+        with self.check():
+            if not checkpoint.available(path):
+                _check_continuable(path)
+                self.lines.append(f"{path} has no checkpoint yet: would begin at its start")
+                return
+            state = checkpoint.latest(path, self.lines.append)
+            with trainer.fitting():
+                trainer.take_over(state)  # `restore` would go on to write in the folder
+            self.lines.append(
+                f"would go on in {path} from checkpoint step-{trainer.step:09d}.ckpt, "
+                f"at step {trainer.step} of {trainer.total}"
+            )
 
 
 def forecast_train(path: Path, config: Config, root: Path | None = None) -> Forecast:
     told = Forecast()
-    with _forecast(told, config, path, root), told.check():
+    with told.trainer(config, path, root), told.check():
         RunFolder.check_free(path)
         kind = "which is there and holds nothing yet" if path.exists() else "a new folder"
         told.lines.append(f"would train into {path}, {kind}")
@@ -354,9 +385,9 @@ def forecast_resume(run: RunFolder, config: Config, root: Path | None = None) ->
         return told
     if config != run.config():
         told.lines.append(_changed(run, config))
-    with _forecast(told, config, run.path, root) as trainer:
+    with told.trainer(config, run.path, root) as trainer:
         if trainer is not None:
-            _forecast_restore(told, trainer)
+            told.restore(trainer)
     return told
 
 
@@ -364,10 +395,10 @@ def forecast_compare(
     folder: Path, config: Config, pretraining: bool, seeds: int = 1, root: Path | None = None
 ) -> Forecast:
     told = Forecast()
-    with _forecast(told, config, folder, root) as trainer:
+    with told.trainer(config, folder, root) as trainer:
         steps = config.pretrain_steps if pretraining else 0
         if pretraining and not steps and trainer is not None:
-            steps = default_pretraining(config, root)
+            steps = max(1, trainer.total // 5)
         known = steps > 0 or not pretraining
         for path, wanted in _table(folder, config, steps or int(pretraining), seeds).items():
             with told.check():
@@ -375,58 +406,9 @@ def forecast_compare(
                 state = _state(path, wanted if known else None)
                 told.lines.append(f"{state}: would {DEEDS[state]} {path}")
                 if state == HALF and trainer is not None and known:
-                    half = Trainer(
-                        wanted, RunFolder(path), trainer.process, progress.Silent(), _text(root)
-                    )
-                    _forecast_restore(told, half)
+                    me, silent = trainer.process, progress.Silent()
+                    told.restore(Trainer(wanted, RunFolder(path), me, silent, root))
     return told
-
-
-@contextlib.contextmanager
-def _forecast(
-    told: Forecast, config: Config, path: Path, root: Path | None
-) -> Iterator[Trainer | None]:
-    """The trainer that a run would have, if it could have one."""
-    trainer = None
-    me = process.Process(torch.device("cpu"))  # to see the rest where the device is missing
-    try:
-        with told.check():
-            me = start_on(config.device)
-            told.lines.append(f"device: {device_name(me.device)}")
-        with told.check():
-            trainer = Trainer(config, RunFolder(path), me, progress.Silent(), _text(root))
-            parameters = sum(p.numel() for p in trainer.model.parameters())
-            told.lines += [
-                f"data set: {trainer.dataset.name} is there, {len(trainer.dataset.train_x)} train "
-                f"and {len(trainer.dataset.test_x)} test images",
-                f"steps: {len(trainer.train_batches)} an epoch, {trainer.total} in all",
-                f"parameters: {parameters:,}",
-                *trainer.notes(),
-            ]
-        yield trainer
-    finally:
-        process.stop()
-
-
-def _forecast_restore(told: Forecast, trainer: Trainer) -> None:
-    path = trainer.run.path
-    if not checkpoint.available(path):
-        with told.check():
-            _check_continuable(path)
-        told.lines.append(f"{path} has no checkpoint yet: would begin at its start")
-        return
-    with told.check():
-        state = checkpoint.latest(path, told.lines.append)
-        try:
-            trainer.take_over(state)  # `restore` would go on to write in the folder
-        except (KeyError, RuntimeError, ValueError) as problem:
-            raise checkpoint.CheckpointError(
-                f"the checkpoint of {path} does not fit its config.yaml: {problem}"
-            ) from problem
-        told.lines.append(
-            f"would go on in {path} from checkpoint step-{trainer.step:09d}.ckpt, "
-            f"at step {trainer.step} of {trainer.total}"
-        )
 
 
 # -- what they share -------------------------------------------------------------------------------
@@ -460,8 +442,8 @@ def _state(path: Path, wanted: Config | None) -> str:
     return HALF if run.finished(config.epochs) is None else FINISHED
 
 
-def _fit(trainer: Trainer, more: bool, until: float | None, proceed: str | None) -> dict[str, Any]:
-    trainer.stop.until, trainer.proceed = until, proceed
+def _fit(trainer: Trainer, more: bool, proceed: str | None) -> dict[str, Any]:
+    trainer.proceed = proceed
     summary = trainer.fit()
     if more and trainer.asked_to_stop:
         raise Interrupted(
@@ -476,13 +458,19 @@ def _changed(run: RunFolder, config: Config) -> str:
     return f"from here on with {', '.join(configs.differences(run.config(), config))}"
 
 
+def tested(summary: dict[str, Any]) -> str:
+    """Its metric: ``accuracy 97.50 %``."""
+    metric = Metric(**summary["metric"])
+    return metric.text(summary[f"test_{metric.name}"])
+
+
 def _finished(run: RunFolder, summary: dict[str, Any], config: Config) -> str:
     unused = ", ".join(configs.differences(run.config(), config))
     ignored = f"\nnot used, as no step is left: {unused}" if unused else ""
     return (
-        f"{run.path} is already finished: {count(summary['epochs'], 'epoch')}, test accuracy "
-        f"{summary['test_accuracy']:.2f} %; nothing is changed.  To train it for longer, raise "
-        f"epochs: `gdeq train --resume {run.path} epochs={2 * summary['epochs']}`{ignored}"
+        f"{run.path} is already finished: {count(summary['epochs'], 'epoch')}, test "
+        f"{tested(summary)}; nothing is changed.  To train it for longer, raise epochs: "
+        f"`gdeq train --resume {run.path} epochs={2 * summary['epochs']}`{ignored}"
     )
 
 
@@ -498,14 +486,10 @@ def start_on(device: str, option: str = "device=") -> process.Process:
 
 def _check_unchanged(before: Config, after: Config) -> None:
     """What the saved state depends on must stay."""
-    for key in ("data", "batch_size", "seed", "model", "optimizer.name", "ema"):
+    for key in before.fixed:
         get = attrgetter(key)
         if get(before) != get(after):
             raise RunError(
                 f"{key} cannot change in the middle of a run (it is {get(before)!r}): "
                 "start a new one"
             )
-
-
-def _text(root: Path | None) -> str | None:
-    return None if root is None else str(root)

@@ -7,18 +7,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured, relative_norm
+from gdeq import (
+    GDEQ,
+    GMRES,
+    JFB,
+    NPG,
+    Broyden,
+    Gradient,
+    Implicit,
+    Measured,
+    Solution,
+    Solver,
+    hold,
+    spectral_radius,
+)
+from gdeq.fixed_point import check_pair
 from gdeq.lab.data import Batches
-from gdeq.lab.training.config import Config
-from gdeq.lab.training.loop import precision
-from gdeq.models.mdeq import MDEQ
-from gdeq.regularize import hold, spectral_radius
-from gdeq.solution import Cotangent, Solution
-from gdeq.solvers import GMRES, Broyden, Solver
-from gdeq.solvers.base import select
+from gdeq.lab.training.loop import Trainer, deq_inputs
+from gdeq.lab.training.precision import precision
+from gdeq.lab.training.settings import Config
+from gdeq.solution import Cotangent
 from gdeq.state import Vectorized
 
 
@@ -40,9 +51,10 @@ class Sifting(Gradient):
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
         found = self.method.cotangent(v, vjp, solution)
         # Measured, whatever the solver says of itself: one w that is not solved spoils the sum.
-        residual = relative_norm(v + vjp(found.w) - found.w, v)
+        left, size = ((v + vjp(found.w) - found.w).norm(dim=1), v.norm(dim=1))
+        residual = torch.where(size > 0, left / size, left)
         self.kept = residual <= self.tol
-        w = select(self.kept, found.w, torch.zeros_like(v))
+        w = torch.where(self.kept[:, None], found.w, 0.0)
         return replace(found, w=w, vjps=found.vjps + 1, residual=residual)
 
 
@@ -85,13 +97,15 @@ class Found:
 
 def solver_for(method: Gradient, solver: Solver) -> Solver:
     """The run's own solver; for GDEQ, which reuses Broyden's inverse, Broyden with its limits."""
-    if solver.keeps_inverse or not method.needs_inverse:
-        return solver
-    return Broyden(max_iter=solver.max_iter, tol=solver.tol, stop=solver.stop)
+    try:
+        check_pair(solver, method)
+    except ValueError:
+        return Broyden(max_iter=solver.max_iter, tol=solver.tol, stop=solver.stop)
+    return solver
 
 
 def similarity(
-    model: MDEQ,
+    trainer: Trainer,
     batches: Batches,
     solver: Solver,
     count: int,
@@ -101,11 +115,10 @@ def similarity(
 ) -> Iterator[dict[str, Any]]:
     """One record for each method (of `METHODS`, or of those given) and mini-batch.
 
-    Compared is the gradient that each method gives with the run's solver, of the plain
-    cross-entropy of these images, with the exact one at the equilibrium, solved as tightly as
-    float32 allows.  Of the parameters, those at and before the equilibrium count (cell and stem);
-    the head's are no matter of the method.  Dropout is off and batch norm as in the test, so that
-    all see one function.
+    Compared is the gradient that each method gives with the run's solver, of the task's plain loss
+    of these samples, with the exact one at the equilibrium, solved as tightly as float32 allows.
+    Of the parameters, those at and before the equilibrium count; those after it are no matter of
+    the method.  Dropout is off and batch norm as in the test, so that all see one function.
 
     A sample whose equilibrium or adjoint is not found to ``exact_tol`` has no exact gradient: its
     loss is in neither gradient; "solved" says how many of the "samples" are left, and how much of
@@ -117,14 +130,14 @@ def similarity(
     The spectral radius of ∂f/∂z at the equilibrium is that of the middle and of the worst solved
     sample, the same in all records of a mini-batch.
     """
-    model.eval()
-    for index, (images, labels) in batches.epoch(epoch):
+    trainer.model.eval()
+    for index, batch in batches.epoch(epoch):
         if index >= count:
             return
         # Closed before a record is handed out: the caller's arithmetic is not ours to change.
-        with precision(FULL, images.device):
+        with precision(FULL, batch[0].device):
             own = METHODS if methods is None else methods
-            records = list(_compare(model, solver, exact_tol, own, images, labels))
+            records = list(compare(Problem(trainer, batch), solver, exact_tol, own))
         for record in records:
             yield {"epoch": epoch, "batch": index, **record}
 
@@ -137,32 +150,26 @@ def methods_for(config: Config) -> dict[str, Gradient]:
     return METHODS
 
 
-def _compare(
-    model: MDEQ,
-    solver: Solver,
-    exact_tol: float,
-    methods: dict[str, Gradient],
-    images: Tensor,
-    labels: Tensor,
+def compare(
+    problem: Problem, solver: Solver, exact_tol: float, methods: dict[str, Gradient]
 ) -> Iterator[dict[str, Any]]:
-    samples = len(images)
-    images, labels = _sound(model, solver, images, labels)
+    samples = len(problem.batch[0])
+    problem.keep_finite(solver)
     tight = Broyden(max_iter=EQUILIBRIUM_STEPS, tol=EQUILIBRIUM_TOL, stop="whole")
-    truth = _exact(model, tight, exact_tol, exact_tol, images, labels)
-    radius = _radius(model, images)[truth.taken]
+    truth = problem.exact(tight, exact_tol, exact_tol)
+    radius = problem.radius()[truth.taken]
     here: dict[Solver, Found] = {}  # of each solver that a method wants
     for name, method in methods.items():
         own = solver_for(method, solver)
         if own not in here:
-            here[own] = _exact(model, own, float("inf"), exact_tol, images, labels)
+            here[own] = problem.exact(own, float("inf"), exact_tol)
         same = torch.equal(here[own].taken, truth.taken)
         if name == "Implicit" and same:
             found = found_here = here[own]
         else:
-            found = _gradient(model, own, method, images, labels, truth.taken)
-            found_here = found
+            found = found_here = problem.gradient(own, method, truth.taken)
             if not same:
-                found_here = _gradient(model, own, method, images, labels, here[own].taken)
+                found_here = problem.gradient(own, method, here[own].taken)
         cosine, error = _beside(found.gradient, truth.gradient)
         cosine_here, error_here = _beside(found_here.gradient, here[own].gradient)
         if found_here is here[own]:  # that is what "here" is
@@ -174,7 +181,7 @@ def _compare(
             "samples": samples,
             "equilibria": int((truth.forward_residual <= exact_tol).sum()),
             "solved": int(truth.taken.sum()),
-            "solved_share_of_loss": _share(found.losses, truth.taken),
+            "solved_share_of_loss": (found.losses[truth.taken].sum() / found.losses.sum()).item(),
             "cosine": cosine,
             "relative_error": error,
             "solved_here": int(here[own].taken.sum()),
@@ -191,26 +198,92 @@ def _compare(
         }
 
 
-def _sound(model: MDEQ, solver: Solver, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Those that are finite: zero times another one would be in the gradient of all."""
-    model.deq.solver, model.deq.gradient = solver, METHODS["JFB"]
-    with torch.no_grad():
-        losses = cross_entropy(model(images), labels, reduction="none")
-    assert model.deq.solution is not None
-    finite = losses.isfinite() & model.deq.solution.residual.isfinite()
-    if not finite.any():
-        raise RuntimeError(
-            "f or the loss is finite for no image of a mini-batch: nothing to compare"
+class Problem:
+    """The loss of one mini-batch, and gradients of it by any solver and method."""
+
+    def __init__(self, trainer: Trainer, batch: tuple[Tensor, ...]) -> None:
+        self.model, self.deq, self.task = trainer.model, trainer.deq, trainer.task
+        self.batch = batch
+
+    def losses(self, solver: Solver, method: Gradient) -> Tensor:  # -> (batch,)
+        self.deq.solver, self.deq.gradient = solver, method
+        x, *targets = self.batch
+        return self.task.losses(self.model(x), *targets)
+
+    @property
+    def solution(self) -> Solution:
+        """Of the last call."""
+        assert self.deq.solution is not None
+        return self.deq.solution
+
+    def keep_finite(self, solver: Solver) -> None:
+        """Leave the other samples out: zero times one of them would be in the gradient of all."""
+        with torch.no_grad():
+            losses = self.losses(solver, METHODS["JFB"])
+        finite = losses.isfinite() & self.solution.residual.isfinite()
+        if not finite.any():
+            raise RuntimeError(
+                f"f or the loss is finite for no {self.task.samples.removesuffix('s')} of a "
+                "mini-batch: nothing to compare"
+            )
+        self.batch = tuple(tensor[finite] for tensor in self.batch)
+
+    def gradient(self, solver: Solver, method: Gradient, which: Tensor | float) -> Found:
+        """which: the samples whose loss counts, or how large their forward residual may be."""
+        with deq_inputs(self.model, self.task) as inputs:
+            losses = self.losses(solver, method)
+        solution = self.solution
+        taken = which if isinstance(which, Tensor) else solution.residual <= which
+        loss = torch.where(taken, losses, 0.0).sum() / taken.sum().clamp(min=1)
+        parts = [*self.deq.parameters(), *_upstream(self.model, inputs[0])]
+        self.model.zero_grad(set_to_none=True)
+        loss.backward()  # not autograd.grad: the pass down to z measures the residual
+        flat = torch.cat([p.grad.double().flatten() for p in parts if p.grad is not None])
+        self.model.zero_grad(set_to_none=True)
+        assert solution.record.residual is not None
+        backward = torch.where(taken, solution.record.residual, 0.0)
+        losses = losses.detach()
+        return Found(flat, losses, taken, solution.residual, backward, solution.record.vjps)
+
+    def exact(self, solver: Solver, forward: float, backward: float) -> Found:
+        """The exact gradient at the solver's result, of samples solved to these two residuals.
+
+        NaN is no residual to be content with.
+        """
+        method = Sifting(backward, ADJOINT_STEPS)
+        found = self.gradient(solver, method, forward)
+        assert method.kept is not None
+        good = found.taken & method.kept
+        # The loss was the mean over those taken; it is to be the mean over the good ones.
+        share = found.taken.sum() / good.sum().clamp(min=1)
+        residual = torch.where(good, found.backward_residual, 0.0)
+        return replace(
+            found, gradient=found.gradient * share, taken=good, backward_residual=residual
         )
-    return images[finite], labels[finite]
+
+    def radius(self) -> Tensor:  # -> (batch,)
+        """The spectral radius of ∂f/∂z at the solution of the last call."""
+        z, cell = self.solution.z, self.deq.cell
+        with torch.no_grad(), deq_inputs(self.model, self.task) as inputs:
+            self.model(self.batch[0])
+        generator = torch.Generator(self.batch[0].device).manual_seed(0)
+        with hold(cell):
+            return spectral_radius(lambda z: cell(z, *inputs[0]), z, POWER_STEPS, generator)
+
+
+def _upstream(model: nn.Module, inputs: Any) -> list[nn.Parameter]:
+    """The parameters that the DEQ's inputs are computed from."""
+    made = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.requires_grad]
+    if not made:
+        return []
+    all_of_them = [p for p in model.parameters() if p.requires_grad]
+    total = torch.stack([x.sum() for x in made]).sum()
+    found = torch.autograd.grad(total, all_of_them, retain_graph=True, allow_unused=True)
+    return [p for p, g in zip(all_of_them, found, strict=True) if g is not None]
 
 
 def _middle(values: Tensor) -> float | None:
     return values.median().item() if len(values) else None
-
-
-def _share(values: Tensor, some: Tensor) -> float:
-    return (values[some].sum() / values.sum()).item()
 
 
 def _beside(found: Tensor, truth: Tensor) -> tuple[float | None, float | None]:
@@ -220,58 +293,3 @@ def _beside(found: Tensor, truth: Tensor) -> tuple[float | None, float | None]:
         return None, None
     cosine = (found @ truth) / (found.norm() * size)
     return cosine.item(), ((found - truth).norm() / size).item()
-
-
-def _exact(
-    model: MDEQ, solver: Solver, forward: float, backward: float, images: Tensor, labels: Tensor
-) -> Found:
-    """The exact gradient at the solver's result, of the samples that are solved to these residuals.
-
-    NaN is no residual to be content with.
-    """
-    method = Sifting(backward, ADJOINT_STEPS)
-    found = _gradient(model, solver, method, images, labels, forward)
-    assert method.kept is not None
-    good = found.taken & method.kept
-    # The loss was the mean over those taken; it is to be the mean over the good ones.
-    share = found.taken.sum() / good.sum().clamp(min=1)
-    residual = torch.where(good, found.backward_residual, 0.0)
-    return replace(found, gradient=found.gradient * share, taken=good, backward_residual=residual)
-
-
-def _radius(model: MDEQ, images: Tensor) -> Tensor:  # (batch,)
-    """At the solution of the last call."""
-    deq = model.deq
-    assert deq.solution is not None
-    z = deq.solution.z
-    with torch.no_grad():
-        injection = model.stem(images)
-    generator = torch.Generator(images.device).manual_seed(0)
-    with hold(deq.cell):
-        return spectral_radius(lambda z: deq.cell(z, injection), z, POWER_STEPS, generator)
-
-
-def _gradient(
-    model: MDEQ,
-    solver: Solver,
-    method: Gradient,
-    images: Tensor,
-    labels: Tensor,
-    which: Tensor | float,
-) -> Found:
-    """which: the samples whose loss counts, or how large their forward residual may be."""
-    model.deq.solver, model.deq.gradient = solver, method
-    losses = cross_entropy(model(images), labels, reduction="none")
-    solution = model.deq.solution
-    assert solution is not None
-    taken = which if isinstance(which, Tensor) else solution.residual <= which
-    loss = torch.where(taken, losses, 0.0).sum() / taken.sum().clamp(min=1)
-    model.zero_grad(set_to_none=True)
-    loss.backward()  # not autograd.grad: the pass down to z measures the residual
-    parts = [*model.deq.parameters(), *model.stem.parameters()]
-    flat = torch.cat([p.grad.double().flatten() for p in parts if p.grad is not None])
-    model.zero_grad(set_to_none=True)
-    assert solution.record.residual is not None
-    backward = torch.where(taken, solution.record.residual, 0.0)
-    losses = losses.detach()
-    return Found(flat, losses, taken, solution.residual, backward, solution.record.vjps)

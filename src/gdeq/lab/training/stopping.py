@@ -1,4 +1,4 @@
-"""Being asked to stop, by a signal or by the clock: the step ends, is saved, and all stops."""
+"""Being asked to stop by a signal: the step ends, is saved, and all stops."""
 
 from __future__ import annotations
 
@@ -22,19 +22,13 @@ class StopRequest:
     patience: seconds for which repeats are ignored.  `torchrun` passes on what its workers have
         already heard from the terminal, `timeout` signals the process and then its group; taken
         for impatience, the echo would cost the save.
-    until: when time is up, by `time.monotonic`; it then reads as if SIGALRM had come.
     """
 
-    def __init__(self, patience: float = 0.0, until: float | None = None) -> None:
-        self.patience, self.until = patience, until
-        self.number: int | None = None
+    def __init__(self, patience: float = 0.0) -> None:
+        self.patience = patience
+        self.caught: int | None = None
         self.caught_at = 0.0
         self.before: dict[int, Any] = {}
-
-    @property
-    def caught(self) -> int | None:
-        late = self.until is not None and time.monotonic() >= self.until
-        return signal.SIGALRM if self.number is None and late else self.number
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -51,7 +45,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: object) -> None:
-        if self.number is None:
-            self.number, self.caught_at = number, time.monotonic()
+        if self.caught is None:
+            self.caught, self.caught_at = number, time.monotonic()
         elif time.monotonic() - self.caught_at >= self.patience:
             raise KeyboardInterrupt

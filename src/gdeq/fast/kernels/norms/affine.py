@@ -13,19 +13,27 @@ from gdeq.fast.kernels.autograd import differentiates
 Vector = Tensor | None
 
 
-def affine_arguments(vectors: Sequence[Vector]) -> tuple[list[Vector], int]:
-    """The vectors as kernels take them, with their common stride of samples."""
+def affine_arguments(vectors: Sequence[Vector]) -> tuple[list[tuple[Tensor, ...]], int]:
+    """Scale and shift of each norm as kernels take them, none where there is none, and the common
+    stride of samples."""
     present = [vector for vector in vectors if vector is not None]
-    if all(vector.dim() == 1 for vector in present):
-        return [None if v is None else v.contiguous() for v in vectors], 0
-    steps = {(vector.stride(0), vector.stride(-1)) for vector in present if vector.dim() == 2}
-    if len(steps) == 1 and all(vector.dim() == 2 for vector in present):
-        ((sample, channel),) = steps
-        if channel == 1 or present[0].shape[1] == 1:
-            return list(vectors), sample
-    batch, channels = max(vector.shape for vector in present if vector.dim() == 2)
-    spread = [None if v is None else v.expand(batch, channels).contiguous() for v in vectors]
-    return spread, channels
+    found, sample = list(vectors), 0
+    steps = {(vector.dim(), vector.stride(0), vector.stride(-1)) for vector in present}
+    if any(vector.dim() == 2 for vector in present):
+        batch, channels = max(vector.shape for vector in present if vector.dim() == 2)
+        dim, sample, channel = steps.pop()
+        if steps or dim == 1 or (channel != 1 and channels > 1):
+            found = [None if v is None else v.expand(batch, channels).contiguous() for v in found]
+            sample = channels
+    else:
+        found = [None if v is None else v.contiguous() for v in found]
+    if any(scale is None and shift is not None for scale, shift in _pairs(vectors)):
+        raise ValueError("a norm that shifts must scale, too")
+    return [tuple(v for v in pair if v is not None) for pair in _pairs(found)], sample
+
+
+def _pairs(vectors: Sequence[Vector]) -> list[tuple[Vector, Vector]]:
+    return list(zip(vectors[::2], vectors[1::2], strict=True))
 
 
 def summed(sums: Tensor, vectors: Sequence[Vector], wanted: Sequence[bool]) -> list[Vector]:

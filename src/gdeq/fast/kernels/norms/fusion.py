@@ -1,4 +1,13 @@
-"""fuse: a scale's own stream plus those of others, act(own + Σ_j repeat_j(norm_j(raw_j)))."""
+"""fuse: a scale's own stream plus those of others, act(own + Σ_j repeat_j(norm_j(raw_j))).
+
+    kernels               for                                            tile
+    _fuse_kernel          all maps                                       aligned, or packed
+    _pyramid_backward…    sources of higher levels last, where a         aligned, all pixels
+                          program holds all pixels of its channels
+    _sum_backward…        sources at the result's resolution             aligned, or packed
+
+Other gradients are those of the same made of `norm_act` and PyTorch's operations.
+"""
 
 from __future__ import annotations
 
@@ -12,40 +21,51 @@ from torch import Tensor
 from torch.nn import functional
 
 from gdeq.fast.kernels.autograd import differentiates
+from gdeq.fast.kernels.device import on_device
 from gdeq.fast.kernels.jit import jit, tl
-from gdeq.fast.kernels.norms import fusion_whole, uneven_sum
 from gdeq.fast.kernels.norms.affine import Vector, affine_arguments
-from gdeq.fast.kernels.norms.operation import Maps, Operation, Vectors
+from gdeq.fast.kernels.norms.group_norm import norm_act, norm_act_plain
+from gdeq.fast.kernels.norms.operation import Call, Maps, Operation, Vectors
 from gdeq.fast.kernels.norms.pieces import (
-    first_of_group,
-    inverse_deviation,
     keep_pair,
+    keep_statistics,
     kept_pair,
+    load_map,
     means_along,
     norm_gradient,
     normalise,
+    of_sample,
     place,
     read,
     rectify,
     rows_from,
     scale_and_shift,
     statistics,
-    unit_of,
+    sums_of,
     write,
 )
-from gdeq.fast.kernels.norms.single import norm_act, norm_act_plain
 from gdeq.fast.kernels.norms.slices import gradient_like
 from gdeq.fast.kernels.norms.tensors import (
+    Tile,
+    Tuning,
+    aligned_tile,
+    as_map,
     at_least_float32,
-    channels_last,
-    channels_last_or,
     deliver,
     empty_like,
+    packed_tile,
+    power_of_two,
     runs,
 )
-from gdeq.fast.kernels.norms.tiles import launch, tile_of
 
-MAX_SOURCES = 3  # of one kernel
+TUNING = {
+    "forward": Tuning(tile=8192, per_thread=32, max_warps=8),
+    # Of the numbers that the first source has.
+    "pyramid": Tuning(tile=16384, per_thread=16),
+    "sum": Tuning(tile=8192, per_thread=32, max_warps=8),
+}
+MOST_SOURCES = 3  # of one kernel
+FEW_PROGRAMS = 160  # of more than an H200 has SMs, each holds half as much of a packed tile
 
 
 @dataclass(frozen=True)
@@ -70,37 +90,17 @@ def fuse_plain(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    wide = [Source(at_least_float32(s.raw), s.weight, s.bias, s.levels) for s in sources]
-    like = sources[0].raw if own is None else own
-    own = None if own is None else at_least_float32(own)
-    return _composed(norm_act_plain, own, wide, groups, eps, relu, out, dtype or like.dtype)
+    operation = Fuse(groups, eps, relu, tuple(source.levels for source in sources))
+    maps, vectors = _inputs(own, sources)
+    return operation.plain(
+        maps, vectors, out, dtype or next(x for x in maps if x is not None).dtype
+    )
 
 
-def _composed(
-    norm: Callable[..., Tensor],
-    own: Tensor | None,
-    sources: Sequence[Source],
-    groups: int,
-    eps: float,
-    relu: bool,
-    out: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    total = own
-    height, width = (sources[0].raw if own is None else own).shape[-2:]
-    for source in sources:
-        y = norm(source.raw, groups, source.weight, source.bias, eps)
-        y = _repeat(y, source.levels, height, width)
-        total = y if total is None else total + y
-    assert total is not None
-    return deliver(torch.relu(total) if relu else total, out, dtype)
-
-
-def _repeat(y: Tensor, levels: int, height: int, width: int) -> Tensor:
-    """Each pixel 2^levels times along both edges, then cut to size."""
-    if levels:
-        y = functional.interpolate(y, scale_factor=float(2**levels))
-    return y[..., :height, :width] if y.shape[-2:] != (height, width) else y
+def _inputs(own: Tensor | None, sources: Sequence[Source]) -> tuple[list[Any], list[Any]]:
+    """The maps and the vectors of the operation."""
+    vectors = [vector for source in sources for vector in (source.weight, source.bias)]
+    return [own, *(source.raw for source in sources)], vectors
 
 
 def fuse(
@@ -118,18 +118,21 @@ def fuse(
     """
     if not sources:
         return fuse_plain(own, sources, groups, eps, relu, out, dtype)
-    maps = (own, *(source.raw for source in sources))
-    vectors = [vector for source in sources for vector in (source.weight, source.bias)]
-    dtype = dtype or (sources[0].raw if own is None else own).dtype
-    if len(sources) > MAX_SOURCES and runs(*maps, *vectors):  # in parts, whose sums are float32
+    maps, vectors = _inputs(own, sources)
+    like: Tensor = maps[1] if own is None else own
+    dtype = dtype or like.dtype
+    operation = Fuse(groups, eps, relu, tuple(source.levels for source in sources))
+    if runs(*maps, *vectors):
+        few = len(sources) <= MOST_SOURCES
         if differentiates(*maps, *vectors):
-            norm = functools.partial(norm_act, dtype=torch.float32)
-            return _composed(norm, own, sources, groups, eps, relu, out, dtype)
-        some, rest = sources[:MAX_SOURCES], sources[MAX_SOURCES:]
-        own = fuse(own, some, groups, eps, relu=False, dtype=torch.float32)
-        return fuse(own, rest, groups, eps, relu, out, dtype)
-    levels = tuple(source.levels for source in sources)
-    return Fuse(groups, eps, relu, levels)(maps, vectors, out, dtype)
+            if out is None and not (few and operation.has_gradient(like, maps[1:])):
+                norm = functools.partial(norm_act, dtype=torch.float32)
+                return operation.composed(norm, maps, vectors, None, dtype)
+        elif not few:  # in parts, whose sums are float32
+            some, rest = sources[:MOST_SOURCES], sources[MOST_SOURCES:]
+            own = fuse(own, some, groups, eps, relu=False, dtype=torch.float32)
+            return fuse(own, rest, groups, eps, relu, out, dtype)
+    return operation(maps, vectors, out, dtype)
 
 
 @dataclass(frozen=True)
@@ -147,341 +150,272 @@ class Fuse(Operation):
         return len(self.levels)
 
     def plain(self, maps: Maps, vectors: Vectors, out: Tensor | None, dtype: torch.dtype) -> Tensor:
-        own, *raws = maps
-        parts = zip(raws, vectors[::2], vectors[1::2], self.levels, strict=True)
-        sources = [Source(*part) for part in parts]
-        return fuse_plain(own, sources, self.groups, self.eps, self.relu, out, dtype)
+        wide = [None if x is None else at_least_float32(x) for x in maps]
+        return self.composed(norm_act_plain, wide, vectors, out, dtype)
 
-    def launch(self, maps: Maps, vectors: Vectors, out: Tensor, stats: Tensor | None) -> None:
-        own, *raws = maps
-        like = raws[0] if own is None else own
-        affine, affine_sample = affine_arguments(vectors)
-        if own is None and self.levels == (0, 0) and uneven_sum.takes((*raws, out), self.groups):
-            more = out, stats, self.eps, self.relu
-            uneven_sum.launch(raws, self.groups, affine, affine_sample, *more)
-            return
-        each = [(*channels_last(raw), *affine[2 * i : 2 * i + 2]) for i, raw in enumerate(raws)]
-        launch(
-            _fuse_kernel,
-            "fuse",
-            like,
-            self.groups,
-            *channels_last_or(out, own),
-            *_filled(each),
-            affine_sample,
-            *channels_last(out),
-            stats,
-            len(out) * self.groups,
-            self.eps,
-            WIDTH=out.shape[-1],
-            **self._sizes("fuse", raws, vectors),
-            OWN=own is not None,
-            RELU=self.relu,
-            KEEP=stats is not None,
-        )
-
-    def launch_backward(
+    def composed(
         self,
+        norm: Callable[..., Tensor],
         maps: Maps,
         vectors: Vectors,
         out: Tensor | None,
-        stats: Tensor,
-        dout: Tensor,
-        sums: Tensor,
-        wanted: Sequence[bool],
-        others: Sequence[Tensor] = (),
+        dtype: torch.dtype,
+    ) -> Tensor:
+        total, *raws = maps
+        height, width = (raws[0] if total is None else total).shape[-2:]
+        affine = zip(vectors[::2], vectors[1::2], strict=True)
+        for raw, vector, levels in zip(raws, affine, self.levels, strict=True):
+            y = norm(raw, self.groups, *vector, self.eps)
+            if levels:  # each pixel 2^levels times along both edges, then cut to size
+                y = functional.interpolate(y, scale_factor=float(2**levels))
+            y = y[..., :height, :width]
+            total = y if total is None else total + y
+        return deliver(torch.relu(total) if self.relu else total, out, dtype)
+
+    def launch(self, call: Call) -> None:
+        (own, *raws), out = call.maps, call.out
+        affine, affine_sample = affine_arguments(call.vectors)
+        tile = None
+        if own is None and not any(self.levels):
+            tile = self.packed(*raws, out)
+        tile = tile or aligned_tile(TUNING["forward"], raws[0] if own is None else own, self.groups)
+        pixels = tuple(raw.shape[2] * raw.shape[3] for raw in raws)
+        with on_device(out):
+            _fuse_kernel[(tile.programs(len(out)),)](
+                () if own is None else (as_map(own),),
+                tuple(as_map(raw, tile.unit) for raw in raws), tuple(affine), affine_sample,
+                as_map(out, tile.unit), call.stats, call.stats[0].numel(), self.eps,
+                WIDTH=out.shape[-1], WIDTHS=tuple(raw.shape[-1] for raw in raws), PIXELS_OF=pixels,
+                ROWS_OF=tuple(min(tile.rows, power_of_two(number)) for number in pixels),
+                LEVELS=self.levels, RELU=self.relu, **tile.sizes(),
+            )  # fmt: skip
+
+    def packed(self, *maps: Tensor) -> Tile | None:
+        """A tile for the sum of maps at one resolution."""
+        tuning = TUNING["sum"]
+        tile = packed_tile(tuning, maps, self.groups)
+        if tile is not None and tile.programs(len(maps[0])) > FEW_PROGRAMS:
+            half = Tuning(tuning.tile // 2, tuning.per_thread, tuning.max_warps)
+            tile = packed_tile(half, maps, self.groups)
+        return tile
+
+    def launch_backward(
+        self, call: Call, douts: Sequence[Tensor], sums: Tensor, wanted: Sequence[bool]
     ) -> list[Vector]:
-        assert out is not None
-        own, *raws = maps
+        (own, *raws), (dout,), out = call.maps, douts, call.out
         down = empty_like(own) if own is not None and wanted[0] else None
         found = [gradient_like(raw) for raw in raws]
-        scales, affine_sample = affine_arguments(vectors[::2])
-        together = own is None and self.levels == (0, 0)
-        if together and uneven_sum.takes((dout, out, *raws, *found), self.groups):
-            more = affine_sample, stats, found, sums, self.relu
-            uneven_sum.launch_backward(dout, out, raws, self.groups, scales, *more)
-            return [None, *found]
-        each = [
-            (*channels_last(raw), scale, *channels_last(draw))
-            for raw, scale, draw in zip(raws, scales, found, strict=True)
-        ]
-        if fusion_whole.takes(out, raws, self.levels, self.groups):
-            fusion_whole.launch(
-                *(dout, out, down, _filled(each), affine_sample, stats, sums, self.levels),
-                *([scale is not None for scale in scales], self.groups, self.relu),
-            )
-            return [down, *found]
-        launch(
-            _fuse_backward_kernel,
-            "fuse_backward",
-            out,
-            self.groups,
-            *channels_last(dout),
-            *channels_last(out),
-            *channels_last_or(out, down),
-            *_filled(each),
-            affine_sample,
-            stats,
-            stats[0].numel(),
-            sums,
-            sums[0].numel(),
-            HEIGHT=out.shape[-2],
-            WIDTH=out.shape[-1],
-            **self._sizes("fuse_backward", raws, vectors),
-            OWN=down is not None,
-            RELU=self.relu,
-        )
+        scales, affine_sample = affine_arguments(call.vectors)
+        scale = tuple(pair[:1] for pair in scales)
+        tile = self.packed(dout, out, *raws, *found) if own is None else None
+        sizes: dict[str, Any] = {"RELU": self.relu}
+        if tile is None:
+            tile = self.pyramid(out, raws)
+        if tile is not None and tile.unit == 1:
+            kernel, height, width = _pyramid_backward_kernel, out.shape[2], out.shape[3]
+            sizes |= {"HEIGHT": height, "WIDTH": width, "LEVELS": self.levels}
+            # Three programs of 8 warps fit an SM; those of 16 hold more numbers in each thread.
+            sizes["maxnreg"] = 80 if tile.warps <= 8 else 128
+        else:
+            kernel = _sum_backward_kernel
+        tile = tile or aligned_tile(TUNING["sum"], out, self.groups)
+        with on_device(out):
+            kernel[(tile.programs(len(out)),)](
+                as_map(dout, tile.unit), as_map(out, tile.unit),
+                () if down is None else (as_map(down),),
+                tuple(as_map(raw, tile.unit) for raw in raws), scale, affine_sample,
+                tuple(as_map(draw, tile.unit) for draw in found),
+                call.stats, call.stats[0].numel(), sums, sums[0].numel(), **sizes, **tile.sizes(),
+            )  # fmt: skip
         return [down, *found]
 
-    def _sizes(self, kernel: str, raws: Maps, vectors: Vectors) -> dict[str, int]:
-        sizes = {"COUNT": len(raws)}
-        for i in range(MAX_SOURCES):
-            k = min(i, len(raws) - 1)  # as `_filled`
-            height, width = raws[k].shape[-2:]
-            sizes |= {f"PIXELS{i}": height * width, f"WIDTH{i}": width}
-            sizes |= {f"ROWS{i}": tile_of(kernel, raws[k], self.groups).pixels}
-            sizes |= {f"LEVELS{i}": self.levels[k], f"AFFINE{i}": vectors[2 * k] is not None}
-        return sizes
+    def has_gradient(self, like: Tensor, raws: Sequence[Tensor]) -> bool:
+        """Whether one of the kernels makes it.  like: of the result's shape."""
+        return not any(self.levels) or self.pyramid(like, raws) is not None
+
+    def pyramid(self, like: Tensor, raws: Sequence[Tensor]) -> Tile | None:
+        """A tile of all pixels of the first source, if its sums give those of the others."""
+        tuning, (height, width) = TUNING["pyramid"], like.shape[2:]
+        tile = aligned_tile(tuning, like, self.groups)
+        whole = power_of_two(height) == height and power_of_two(width) == width
+        exact = all(
+            (raw.shape[2] << level, raw.shape[3] << level) == (height, width)
+            for raw, level in zip(raws, self.levels, strict=True)
+        )
+        if not (whole and exact and list(self.levels) == sorted(self.levels)):
+            return None
+        pixels = (height >> self.levels[0]) * (width >> self.levels[0])
+        block = tile.block
+        while block > 1 and block * tile.lanes * height * width > tuning.tile:
+            block //= 2
+        columns = block * tile.lanes
+        warps = tuning.warps(pixels * columns)
+        # No program has threads without a number, of the last source either: PyTorch's operations
+        # are as fast for so few.
+        least = (height * width * columns) >> (2 * self.levels[-1])
+        if height * width * columns > tuning.tile or least < 32 * warps:
+            return None
+        return Tile(pixels, self.groups, tile.channels, block, tile.lanes, columns, pixels, warps)
 
 
-def _filled(each: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The arguments of all sources a kernel has; the last stands for those that are not there."""
-    return [argument for i in range(MAX_SOURCES) for argument in each[min(i, len(each) - 1)]]
-
-
-@jit
-def _source_norm(
-    raw, raw_pixel, weight, bias, offset, eps, stats, number: tl.constexpr, plane, at,
-    channel, valid,
-    PIXELS: tl.constexpr, ROWS: tl.constexpr, CPG: tl.constexpr,
-    AFFINE: tl.constexpr, KEEP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """mean, ρ, scale, shift of a source's norm."""
-    mean, squares = statistics(
-        raw, raw_pixel, channel, valid, PIXELS, ROWS, CPG, GROUP_BLOCK, LANES
-    )
-    rho = inverse_deviation(squares, PIXELS * CPG, eps)
-    scale, shift = scale_and_shift(weight, bias, offset, channel, valid, AFFINE)
-    if KEEP:
-        first = first_of_group(valid, GROUP_BLOCK, LANES)
-        keep_pair(stats, number, plane, at, mean, rho, first)
-    return mean, rho, scale, shift
-
-
-@jit
-def _source_value(
-    raw, raw_pixel, mean, rho, scale, shift, row, column, channel, mask,
-    WIDTH: tl.constexpr, LEVELS: tl.constexpr,
-):  # fmt: skip
-    """norm(raw), each pixel repeated 2^LEVELS times along both edges."""
-    pixel = (row >> LEVELS) * WIDTH + (column >> LEVELS)
-    return normalise(read(raw, pixel, raw_pixel, channel, mask), mean, rho, scale, shift)
+# ---- forward
 
 
 @jit
 def _fuse_kernel(
-    own, own_sample, own_pixel,
-    raw0, raw0_sample, raw0_pixel, weight0, bias0,
-    raw1, raw1_sample, raw1_pixel, weight1, bias1,
-    raw2, raw2_sample, raw2_pixel, weight2, bias2,
-    affine_sample,
-    out, out_sample, out_pixel,
-    stats, plane,
-    eps,
-    PIXELS: tl.constexpr, WIDTH: tl.constexpr,
-    PIXELS0: tl.constexpr, WIDTH0: tl.constexpr, LEVELS0: tl.constexpr, ROWS0: tl.constexpr,
-    PIXELS1: tl.constexpr, WIDTH1: tl.constexpr, LEVELS1: tl.constexpr, ROWS1: tl.constexpr,
-    PIXELS2: tl.constexpr, WIDTH2: tl.constexpr, LEVELS2: tl.constexpr, ROWS2: tl.constexpr,
-    AFFINE0: tl.constexpr, AFFINE1: tl.constexpr, AFFINE2: tl.constexpr,
-    COUNT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CPG: tl.constexpr,
-    OWN: tl.constexpr,
-    RELU: tl.constexpr,
-    KEEP: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
+    own, raws, affine, affine_sample, out, stats, plane, eps,
+    WIDTH: tl.constexpr, WIDTHS: tl.constexpr, PIXELS_OF: tl.constexpr, ROWS_OF: tl.constexpr,
+    LEVELS: tl.constexpr, RELU: tl.constexpr,
+    PIXELS: tl.constexpr, GROUPS: tl.constexpr, CPG: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    sample, channel, group, valid = place(GROUPS, CPG, GROUP_BLOCK, LANES)
-    at = sample * GROUPS + group
-    offset = sample * affine_sample
-    own += sample * own_sample
-    out += sample * out_sample
-    raw0 += sample * raw0_sample
-    mean0, rho0, scale0, shift0 = _source_norm(
-        raw0, raw0_pixel, weight0, bias0, offset, eps, stats, 0, plane, at, channel, valid,
-        PIXELS0, ROWS0, CPG, AFFINE0, KEEP, GROUP_BLOCK, LANES,
-    )  # fmt: skip
-    if COUNT > 1:
-        raw1 += sample * raw1_sample
-        mean1, rho1, scale1, shift1 = _source_norm(
-            raw1, raw1_pixel, weight1, bias1, offset, eps, stats, 1, plane, at, channel, valid,
-            PIXELS1, ROWS1, CPG, AFFINE1, KEEP, GROUP_BLOCK, LANES,
+    """own: none or one.  raws, affine, WIDTHS …: of each source."""
+    sample, channel, group, valid = place(GROUPS, CPG, BLOCK, LANES, COLUMNS)
+    out = of_sample(out, sample, UNIT)
+    at = sample * affine_sample + channel
+    sources, norms = (), ()
+    for i in tl.static_range(len(raws)):
+        raw = of_sample(raws[i], sample, UNIT)
+        mean, rho = statistics(
+            load_map, raw, channel, valid, eps, PIXELS_OF[i], CPG, BLOCK, LANES, COLUMNS,
+            ROWS_OF[i], MASKED or PIXELS_OF[i] % ROWS_OF[i] != 0,
         )  # fmt: skip
-    if COUNT > 2:
-        raw2 += sample * raw2_sample
-        mean2, rho2, scale2, shift2 = _source_norm(
-            raw2, raw2_pixel, weight2, bias2, offset, eps, stats, 2, plane, at, channel, valid,
-            PIXELS2, ROWS2, CPG, AFFINE2, KEEP, GROUP_BLOCK, LANES,
-        )  # fmt: skip
+        scale, shift = scale_and_shift(affine[i], at, valid)
+        sources += (raw,)  # type: ignore[assignment]
+        norms += ((mean, rho, scale, shift),)  # type: ignore[assignment]
     for start in range(0, PIXELS, ROWS):
         pixel, mask = rows_from(start, valid, PIXELS, ROWS)
         row = pixel // WIDTH
         column = pixel % WIDTH
-        total = tl.zeros((ROWS, GROUP_BLOCK * LANES), tl.float32)
-        if OWN:
-            total = read(own, pixel, own_pixel, channel, mask)
-        total += _source_value(
-            raw0, raw0_pixel, mean0, rho0, scale0, shift0, row, column, channel, mask, WIDTH0,
-            LEVELS0,
-        )  # fmt: skip
-        if COUNT > 1:
-            total += _source_value(
-                raw1, raw1_pixel, mean1, rho1, scale1, shift1, row, column, channel, mask,
-                WIDTH1, LEVELS1,
-            )  # fmt: skip
-        if COUNT > 2:
-            total += _source_value(
-                raw2, raw2_pixel, mean2, rho2, scale2, shift2, row, column, channel, mask,
-                WIDTH2, LEVELS2,
-            )  # fmt: skip
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if len(own) > 0:
+            total = read(of_sample(own[0], sample, UNIT), pixel, channel, mask, MASKED)
+        for i in tl.static_range(len(raws)):
+            there = (row >> LEVELS[i]) * WIDTHS[i] + (column >> LEVELS[i])
+            x = read(sources[i], there, channel, mask, MASKED)
+            total += normalise(x, norms[i][0], norms[i][1], norms[i][2], norms[i][3])
         if RELU:
             total = rectify(total)
-        write(out, pixel, out_pixel, channel, mask, total)
+        write(out, pixel, channel, mask, total, MASKED)
+    at = sample * GROUPS + group
+    for i in tl.static_range(len(raws)):
+        keep_statistics(stats, i, plane, at, norms[i][0], norms[i][1], valid, LANES, COLUMNS)
+
+
+# ---- backward
 
 
 @jit
-def _through_relu(dout, dout_pixel, out, out_pixel, pixel, channel, mask, RELU: tl.constexpr):
-    g = read(dout, pixel, dout_pixel, channel, mask)
+def _cotangent(dout, out, pixel, channel, mask, MASKED: tl.constexpr, RELU: tl.constexpr):
+    g = read(dout, pixel, channel, mask, MASKED)
     if RELU:
-        g = tl.where(read(out, pixel, out_pixel, channel, mask) > 0, g, 0.0)
+        g = tl.where(read(out, pixel, channel, mask, MASKED) > 0, g, 0.0)
     return g
 
 
 @jit
-def _source_cotangent(
-    dout, dout_pixel, out, out_pixel, raw, raw_pixel, mean, rho, low, channel, mask,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LOW_WIDTH: tl.constexpr, LEVELS: tl.constexpr,
-    RELU: tl.constexpr,
+def _summed(
+    g, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
+    BEFORE: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """x̂ of a source's tile, and Σ g over the pixels that each of its pixels is repeated to."""
-    unit = unit_of(read(raw, low, raw_pixel, channel, mask), mean, rho, mask)
-    row = (low // LOW_WIDTH) << LEVELS
-    column = (low % LOW_WIDTH) << LEVELS
-    total = tl.zeros(unit.shape, tl.float32)
-    for step in range(0, 1 << (2 * LEVELS)):
-        high = row + (step >> LEVELS)
-        wide = column + (step & ((1 << LEVELS) - 1))
-        inside = mask & ((high < HEIGHT) & (wide < WIDTH))[:, None]
-        pixel = high * WIDTH + wide
-        total += _through_relu(dout, dout_pixel, out, out_pixel, pixel, channel, inside, RELU)
-    return unit, total
+    """From pixels of the level before to those of the next: sums over squares of them."""
+    if LEVELS > BEFORE:
+        EDGE: tl.constexpr = 1 << (LEVELS - BEFORE)
+        H: tl.constexpr = HEIGHT >> LEVELS
+        W: tl.constexpr = WIDTH >> LEVELS
+        g = tl.sum(tl.reshape(g, (H * EDGE * W, EDGE, N)), axis=1)
+        g = tl.sum(tl.reshape(g, (H, EDGE, W, N)), axis=1)
+        g = tl.reshape(g, (H * W, N))
+    return g
 
 
 @jit
-def _source_backward(
-    dout, dout_pixel, out, out_pixel, raw, raw_pixel, weight, offset, draw, draw_pixel,
-    stats, number: tl.constexpr, plane, at, sums, sums_plane, channel, valid,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    PIXELS: tl.constexpr, LOW_WIDTH: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr,
-    CPG: tl.constexpr, RELU: tl.constexpr, AFFINE: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr,
+def _pyramid_backward_kernel(
+    dout, out, down, raws, scales, affine_sample, draws, stats, plane, sums, sums_plane,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr, RELU: tl.constexpr,
+    PIXELS: tl.constexpr, GROUPS: tl.constexpr, CPG: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    mean, rho = kept_pair(stats, number, plane, at, valid)
-    scale, _ = scale_and_shift(weight, weight, offset, channel, valid, AFFINE)
-    dweight = tl.zeros((GROUP_BLOCK * LANES,), tl.float32)
-    dbias = tl.zeros((GROUP_BLOCK * LANES,), tl.float32)
-    if ROWS >= PIXELS:
-        low, mask = rows_from(0, valid, PIXELS, ROWS)
-        unit, g = _source_cotangent(
-            dout, dout_pixel, out, out_pixel, raw, raw_pixel, mean, rho, low, channel, mask,
-            HEIGHT, WIDTH, LOW_WIDTH, LEVELS, RELU,
-        )  # fmt: skip
-        dweight += tl.sum(g * unit, axis=0)
-        dbias += tl.sum(g, axis=0)
-    else:
-        for start in range(0, PIXELS, ROWS):
-            low, mask = rows_from(start, valid, PIXELS, ROWS)
-            unit, g = _source_cotangent(
-                dout, dout_pixel, out, out_pixel, raw, raw_pixel, mean, rho, low, channel, mask,
-                HEIGHT, WIDTH, LOW_WIDTH, LEVELS, RELU,
-            )  # fmt: skip
-            dweight += tl.sum(g * unit, axis=0)
-            dbias += tl.sum(g, axis=0)
-    along_one, along_unit = means_along(dweight, dbias, scale, PIXELS * CPG, GROUP_BLOCK, LANES)
-    if ROWS >= PIXELS:
-        g = norm_gradient(g, unit, scale, rho, along_one, along_unit)
-        write(draw, low, draw_pixel, channel, mask, g)
-    else:
-        for start in range(0, PIXELS, ROWS):
-            low, mask = rows_from(start, valid, PIXELS, ROWS)
-            unit, g = _source_cotangent(
-                dout, dout_pixel, out, out_pixel, raw, raw_pixel, mean, rho, low, channel, mask,
-                HEIGHT, WIDTH, LOW_WIDTH, LEVELS, RELU,
-            )  # fmt: skip
-            g = norm_gradient(g, unit, scale, rho, along_one, along_unit)
-            write(draw, low, draw_pixel, channel, mask, g)
-    if AFFINE:
-        keep_pair(sums, number, sums_plane, channel, dweight, dbias, valid)
+    """down: none, or the gradient of the scale's own stream.
 
-
-@jit
-def _fuse_backward_kernel(
-    dout, dout_sample, dout_pixel,
-    out, out_sample, out_pixel,
-    down, down_sample, down_pixel,
-    raw0, raw0_sample, raw0_pixel, weight0, draw0, draw0_sample, draw0_pixel,
-    raw1, raw1_sample, raw1_pixel, weight1, draw1, draw1_sample, draw1_pixel,
-    raw2, raw2_sample, raw2_pixel, weight2, draw2, draw2_sample, draw2_pixel,
-    affine_sample,
-    stats, plane,
-    sums, sums_plane,
-    PIXELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    PIXELS0: tl.constexpr, WIDTH0: tl.constexpr, LEVELS0: tl.constexpr, ROWS0: tl.constexpr,
-    PIXELS1: tl.constexpr, WIDTH1: tl.constexpr, LEVELS1: tl.constexpr, ROWS1: tl.constexpr,
-    PIXELS2: tl.constexpr, WIDTH2: tl.constexpr, LEVELS2: tl.constexpr, ROWS2: tl.constexpr,
-    AFFINE0: tl.constexpr, AFFINE1: tl.constexpr, AFFINE2: tl.constexpr,
-    COUNT: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CPG: tl.constexpr,
-    OWN: tl.constexpr,
-    RELU: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """down: the gradient of the scale's own stream."""
-    sample, channel, group, valid = place(GROUPS, CPG, GROUP_BLOCK, LANES)
+    The cotangent is read once, in tiles of the first source's resolution.
+    """
+    sample, channel, group, valid = place(GROUPS, CPG, BLOCK, LANES, COLUMNS)
+    W0: tl.constexpr = WIDTH >> LEVELS[0]
+    inside = valid[None, :]
+    low = tl.arange(0, PIXELS)
+    dout, out = of_sample(dout, sample, 1), of_sample(out, sample, 1)
+    g = tl.zeros((PIXELS, COLUMNS), tl.float32)
+    for i in tl.static_range(1 << LEVELS[0]):
+        for j in tl.static_range(1 << LEVELS[0]):
+            at = ((low // W0 << LEVELS[0]) + i) * WIDTH + (low % W0 << LEVELS[0]) + j
+            part = _cotangent(dout, out, at, channel, inside, MASKED, RELU)
+            if len(down) > 0:
+                write(of_sample(down[0], sample, 1), at, channel, inside, part, MASKED)
+            g += part
     at = sample * GROUPS + group
-    offset = sample * affine_sample
-    dout += sample * dout_sample
-    out += sample * out_sample
-    sums += sample * (GROUPS * CPG)
-    if OWN:
-        down += sample * down_sample
-        for start in range(0, PIXELS, ROWS):
-            pixel, mask = rows_from(start, valid, PIXELS, ROWS)
-            g = _through_relu(dout, dout_pixel, out, out_pixel, pixel, channel, mask, RELU)
-            write(down, pixel, down_pixel, channel, mask, g)
-    _source_backward(
-        dout, dout_pixel, out, out_pixel, raw0 + sample * raw0_sample, raw0_pixel, weight0, offset,
-        draw0 + sample * draw0_sample, draw0_pixel, stats, 0, plane, at, sums, sums_plane,
-        channel, valid, HEIGHT, WIDTH, PIXELS0, WIDTH0, LEVELS0, ROWS0, CPG, RELU, AFFINE0,
-        GROUP_BLOCK, LANES,
-    )  # fmt: skip
-    if COUNT > 1:
-        _source_backward(
-            dout, dout_pixel, out, out_pixel, raw1 + sample * raw1_sample, raw1_pixel, weight1,
-            offset, draw1 + sample * draw1_sample, draw1_pixel, stats, 1, plane, at, sums,
-            sums_plane, channel, valid, HEIGHT, WIDTH, PIXELS1, WIDTH1, LEVELS1, ROWS1, CPG, RELU,
-            AFFINE1, GROUP_BLOCK, LANES,
-        )  # fmt: skip
-    if COUNT > 2:
-        _source_backward(
-            dout, dout_pixel, out, out_pixel, raw2 + sample * raw2_sample, raw2_pixel, weight2,
-            offset, draw2 + sample * draw2_sample, draw2_pixel, stats, 2, plane, at, sums,
-            sums_plane, channel, valid, HEIGHT, WIDTH, PIXELS2, WIDTH2, LEVELS2, ROWS2, CPG, RELU,
-            AFFINE2, GROUP_BLOCK, LANES,
-        )  # fmt: skip
+    for i in tl.static_range(len(raws)):
+        g = _summed(g, HEIGHT, WIDTH, COLUMNS, LEVELS[max(i - 1, 0)], LEVELS[i])
+        pixel = tl.arange(0, (HEIGHT * WIDTH) >> (2 * LEVELS[i]))
+        x = read(of_sample(raws[i], sample, 1), pixel, channel, inside, MASKED)
+        mean, rho = kept_pair(stats, i, plane, at, valid)
+        scale, _ = scale_and_shift(scales[i], sample * affine_sample + channel, valid)
+        unit = (x - mean[None, :]) * rho[None, :]
+        dweight, dbias = sums_of(g * unit, g, True)
+        keep_pair(sums, i, sums_plane, sample * (GROUPS * CPG) + channel, dweight, dbias, valid)
+        one, along = means_along(dweight, dbias, scale, g.shape[0] * CPG, BLOCK, LANES, COLUMNS)
+        dx = norm_gradient(g, unit, scale, rho, one, along)
+        write(of_sample(draws[i], sample, 1), pixel, channel, inside, dx, MASKED)
+
+
+@jit
+def _sum_backward_kernel(
+    dout, out, down, raws, scales, affine_sample, draws, stats, plane, sums, sums_plane,
+    RELU: tl.constexpr,
+    PIXELS: tl.constexpr, GROUPS: tl.constexpr, CPG: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """down: none, or the gradient of the scale's own stream.
+
+    All maps go by in chunks, once for the sums that the gradients need and once for these.
+    """
+    sample, channel, group, valid = place(GROUPS, CPG, BLOCK, LANES, COLUMNS)
+    dout, out = of_sample(dout, sample, UNIT), of_sample(out, sample, UNIT)
+    sources, norms, alongs = (), (), ()
+    for i in tl.static_range(len(raws)):
+        sources += (of_sample(raws[i], sample, UNIT),)  # type: ignore[assignment]
+        mean, rho = kept_pair(stats, i, plane, sample * GROUPS + group, valid)
+        scale, _ = scale_and_shift(scales[i], sample * affine_sample + channel, valid)
+        norms += ((mean, rho, scale),)  # type: ignore[assignment]
+        alongs += (tl.zeros((ROWS, COLUMNS), tl.float32),)  # type: ignore[assignment]
+    ones = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, PIXELS, ROWS):
+        pixel, mask = rows_from(start, valid, PIXELS, ROWS)
+        g = _cotangent(dout, out, pixel, channel, mask, MASKED, RELU)
+        ones += g
+        added = ()
+        for i in tl.static_range(len(raws)):
+            x = read(sources[i], pixel, channel, mask, MASKED)
+            unit = (x - norms[i][0][None, :]) * norms[i][1][None, :]
+            added += (alongs[i] + g * unit,)  # type: ignore[assignment]
+        alongs = added
+    dbias = tl.sum(ones, axis=0)
+    slopes = ()
+    for i in tl.static_range(len(raws)):
+        dweight = tl.sum(alongs[i], axis=0)
+        keep_pair(sums, i, sums_plane, sample * (GROUPS * CPG) + channel, dweight, dbias, valid)
+        along = means_along(dweight, dbias, norms[i][2], PIXELS * CPG, BLOCK, LANES, COLUMNS)
+        slopes += (along,)  # type: ignore[assignment]
+    for start in range(0, PIXELS, ROWS):
+        pixel, mask = rows_from(start, valid, PIXELS, ROWS)
+        g = _cotangent(dout, out, pixel, channel, mask, MASKED, RELU)
+        if len(down) > 0:
+            write(of_sample(down[0], sample, UNIT), pixel, channel, mask, g, MASKED)
+        for i in tl.static_range(len(raws)):
+            x = read(sources[i], pixel, channel, mask, MASKED)
+            unit = (x - norms[i][0][None, :]) * norms[i][1][None, :]
+            dx = norm_gradient(g, unit, norms[i][2], norms[i][1], slopes[i][0], slopes[i][1])
+            write(of_sample(draws[i], sample, UNIT), pixel, channel, mask, dx, MASKED)

@@ -1,10 +1,11 @@
-"""What all operations here share: the choice of kernel or plain function, and autograd."""
+"""What all operations with group norms share: the choice of kernel or plain function, autograd."""
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import add
 from typing import Any
 
@@ -19,13 +20,21 @@ Maps = Sequence[Any]  # (batch, channels, height, width); None where there is no
 Vectors = Sequence[Any]  # scale and shift of the first norm, then of the next, or None
 
 
-class Operation(ABC):
-    """An operation with some norms, and with its options: kernels and the plain function.
+@dataclass(frozen=True)
+class Call:
+    """What an operation is given, and makes.
 
     stats: where the forward kernel leaves mean and ρ of each norm, (2 norms, batch, groups).
-    sums: where the backward kernel leaves the gradients of scale and shift of each norm, of each
-        sample, (2 norms, batch, channels).
     """
+
+    maps: Maps
+    vectors: Vectors
+    out: Any  # backward None, unless `Operation.backward_reads_out`
+    stats: Tensor
+
+
+class Operation(ABC):
+    """An operation with some norms, and with its options: kernels and the plain function."""
 
     groups: int
     norms: int
@@ -38,23 +47,18 @@ class Operation(ABC):
     ) -> Tensor: ...
 
     @abstractmethod
-    def launch(self, maps: Maps, vectors: Vectors, out: Tensor, stats: Tensor | None) -> None: ...
+    def launch(self, call: Call) -> None: ...
 
     @abstractmethod
     def launch_backward(
-        self,
-        maps: Maps,
-        vectors: Vectors,
-        out: Tensor | None,
-        stats: Tensor,
-        dout: Tensor,
-        sums: Tensor,
-        wanted: Sequence[bool],
-        others: Sequence[Tensor] = (),
+        self, call: Call, douts: Sequence[Tensor], sums: Tensor, wanted: Sequence[bool]
     ) -> list[Vector]:
-        """The gradients of the maps.  wanted: of which maps, then of which vectors.
+        """The gradients of the maps.
 
-        others: to be added to dout, where there is more than one reader.
+        douts: from each reader that has one.
+        sums: where the gradients of scale and shift of each norm go, of each sample,
+            (2 norms, batch, channels).
+        wanted: of which maps, then of which vectors.
         """
 
     def __call__(
@@ -70,8 +74,13 @@ class Operation(ABC):
         if differentiated:
             return _Differentiated.apply(self, dtype, *maps, *vectors)
         out = destination(like, out, dtype)
-        self.launch(maps, vectors, out, None)
+        self.launch(Call(maps, vectors, out, self.statistics(like)))
         return out
+
+    def statistics(self, like: Tensor) -> Tensor:
+        """Memory for them.  Kernels always fill it: that costs next to nothing, and one that did
+        not would be another to compile."""
+        return like.new_empty((2 * self.norms, len(like), self.groups), dtype=torch.float32)
 
     def parts(self, tensors: Sequence[Any]) -> tuple[Maps, Vectors]:
         maps = len(tensors) - 2 * self.norms
@@ -89,10 +98,8 @@ class _Differentiated(torch.autograd.Function):
         maps, vectors = operation.parts(tensors)
         like = _first(maps)
         out = empty_channels_last(like.shape, dtype, like.device)
-        stats = like.new_empty(
-            (2 * operation.norms, len(like), operation.groups), dtype=torch.float32
-        )
-        operation.launch(maps, vectors, out, stats)
+        stats = operation.statistics(like)
+        operation.launch(Call(maps, vectors, out, stats))
         # Some of it for second derivatives alone.
         ctx.save_for_backward(stats, out if operation.backward_reads_out else None, *tensors)
         ctx.operation, ctx.dtype = operation, dtype
@@ -108,17 +115,16 @@ class _Differentiated(torch.autograd.Function):
         douts = [dout for dout in given if dout is not None]
         if not douts:
             return None, None, *(None for _ in tensors)
-        wanted = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
 
             def plain(*tensors: Vector) -> Tensor:
                 return operation.plain(*operation.parts(tensors), None, ctx.dtype)
 
-            return None, None, *differentiable(plain, tensors, wanted, functools.reduce(add, douts))
+            wanted, total = ctx.needs_input_grad[2:], functools.reduce(add, douts)
+            return None, None, *differentiable(plain, tensors, wanted, total)
         wanted = wanted_now(ctx, (None, None, *tensors))[2:]
         maps, vectors = operation.parts(tensors)
-        batch, channels = _first(maps).shape[:2]
-        sums = stats.new_empty((len(vectors), batch, channels))
-        more = {"others": douts[1:]} if len(douts) > 1 else {}
-        found = operation.launch_backward(maps, vectors, out, stats, douts[0], sums, wanted, **more)
+        sums = stats.new_empty((len(vectors), *_first(maps).shape[:2]))
+        call = Call(maps, vectors, out, stats)
+        found = operation.launch_backward(call, douts, sums, wanted)
         return None, None, *found, *summed(sums, vectors, wanted[len(maps) :])

@@ -1,8 +1,7 @@
-"""Pieces of kernels.  A tile is (pixels of one sample) × (channels of some groups), in float32.
+"""Pieces of the norms' kernels, which work on tiles of (pixels of one sample) × (columns).
 
-A tile's columns are channels: GROUP_BLOCK groups of LANES columns, LANES the next power of two of
-the group's channels, CPG; of 20 channels 12 columns stay masked.  Its rows are all PIXELS, or a
-chunk of ROWS of them.
+The columns are channels of BLOCK groups of CPG channels (`gdeq.fast.kernels.norms.tensors.Tile`).
+A map is a tuple: memory, stride of samples, stride of pixels.  All arithmetic is float32.
 """
 
 from __future__ import annotations
@@ -13,70 +12,71 @@ from gdeq.fast.kernels.jit import jit, tl
 
 
 @jit
-def place(GROUPS: tl.constexpr, CPG: tl.constexpr, GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr):
-    """The program's sample, and for each column of its tiles the channel, the group, and whether
-    there is such a channel."""
-    BLOCKS: tl.constexpr = (GROUPS + GROUP_BLOCK - 1) // GROUP_BLOCK
-    sample = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    block = tl.program_id(0) % BLOCKS
-    column = tl.arange(0, GROUP_BLOCK * LANES)
-    group = block * GROUP_BLOCK + column // LANES
-    valid = column >= 0
-    if LANES != CPG:
-        valid = valid & (column % LANES < CPG)
-    if GROUPS % GROUP_BLOCK != 0:
-        valid = valid & (group < GROUPS)
-    channel = block * (GROUP_BLOCK * CPG) + column
-    if LANES != CPG:
-        channel = group * CPG + column % LANES
-    return sample, channel, group, valid
+def program_of(PROGRAMS: tl.constexpr):
+    """The program's sample, and which of so many programs of the sample it is.
+
+    They go backwards: what the operation before wrote last is still in the cache.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    return (program // PROGRAMS).to(tl.int64), program % PROGRAMS
 
 
 @jit
-def rows_from(start, valid, PIXELS: tl.constexpr, ROWS: tl.constexpr):
-    """The pixels of a tile's rows, and the mask of the tile."""
+def place(
+    GROUPS: tl.constexpr, CPG: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The program's sample; of each column the channel, the group, and whether there is one."""
+    sample, block = program_of(GROUPS // BLOCK)
+    column = tl.arange(0, COLUMNS)
+    channel = column
+    valid = column < BLOCK * CPG
+    if LANES != CPG:
+        channel = column // LANES * CPG + column % LANES
+        valid = column % LANES < CPG
+    return sample, block * (BLOCK * CPG) + channel, block * BLOCK + column // LANES, valid
+
+
+@jit
+def of_sample(x, sample, UNIT: tl.constexpr):
+    """A map from this sample on: memory, stride of pixels."""
+    return x[0] + sample * (x[1] * UNIT), x[2] * UNIT
+
+
+@jit
+def rows_from(start, inside, PIXELS: tl.constexpr, ROWS: tl.constexpr):
+    """The pixels of a tile's rows, and which of its numbers there are."""
     pixel = start + tl.arange(0, ROWS)
-    return pixel, (pixel < PIXELS)[:, None] & valid[None, :]
+    return pixel, (pixel < PIXELS)[:, None] & inside[None, :]
 
 
 @jit
-def read(base, pixel, pixel_stride, channel, mask):
-    where = base + pixel[:, None] * pixel_stride + channel[None, :]
-    return tl.load(where, mask=mask, other=0.0).to(tl.float32)
+def read(x, pixel, channel, mask, MASKED: tl.constexpr):
+    """x: of `of_sample`.  Without a mask, whole vectors."""
+    where = x[0] + pixel[:, None] * x[1] + channel[None, :]
+    if MASKED:
+        value = tl.load(where, mask=mask, other=0.0)
+    else:
+        value = tl.load(where)
+    return value.to(tl.float32)
 
 
 @jit
-def write(base, pixel, pixel_stride, channel, mask, value):
-    where = base + pixel[:, None] * pixel_stride + channel[None, :]
-    tl.store(where, value.to(base.dtype.element_ty), mask=mask)
+def write(x, pixel, channel, mask, value, MASKED: tl.constexpr):
+    where = x[0] + pixel[:, None] * x[1] + channel[None, :]
+    value = value.to(x[0].dtype.element_ty)
+    if MASKED:
+        tl.store(where, value, mask=mask)
+    else:
+        tl.store(where, value)
 
 
 @jit
-def beside(
-    channel, group, valid,
-    GROUPS: tl.constexpr, CPG: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr, ROOM: tl.constexpr,
-):  # fmt: skip
-    """`place`, where ROOM channels of zeros follow those of the groups: the columns that have no
-    channel stand for these; and which columns are written."""
-    written = valid
-    if ROOM > 0:
-        at = group * (LANES - CPG) + tl.arange(0, GROUP_BLOCK * LANES) % LANES - CPG
-        channel = tl.where(valid, channel, GROUPS * CPG + at)
-        written = valid | ((at < ROOM) & (group < GROUPS))
-    return channel, written
-
-
-@jit
-def write_beside(
-    base, pixel, pixel_stride, channel, mask, written, value,
-    PIXELS: tl.constexpr, ROOM: tl.constexpr,
-):  # fmt: skip
-    """`write`, with zeros in the columns of `beside`."""
-    if ROOM > 0:
+def only(value, mask, MASKED: tl.constexpr):
+    """0 where masked."""
+    if MASKED:
         value = tl.where(mask, value, 0.0)
-        mask = (pixel < PIXELS)[:, None] & written[None, :]
-    write(base, pixel, pixel_stride, channel, mask, value)
+    return value
 
 
 @jit
@@ -87,6 +87,16 @@ def keep_pair(planes, number: tl.constexpr, plane, at, one, other, mask):
 
 
 @jit
+def keep_statistics(
+    stats, number: tl.constexpr, plane, at, mean, rho, valid,
+    LANES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """From the first column of each group."""
+    first = valid & (tl.arange(0, COLUMNS) % LANES == 0)
+    keep_pair(stats, number, plane, at, mean, rho, first)
+
+
+@jit
 def kept_pair(planes, number: tl.constexpr, plane, at, mask):
     one = tl.load(planes + 2 * number * plane + at, mask=mask, other=0.0)
     other = tl.load(planes + (2 * number + 1) * plane + at, mask=mask, other=0.0)
@@ -94,78 +104,93 @@ def kept_pair(planes, number: tl.constexpr, plane, at, mask):
 
 
 @jit
-def first_of_group(valid, GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr):
-    return valid & (tl.arange(0, GROUP_BLOCK * LANES) % LANES == 0)
+def scale_and_shift(affine, at, valid):
+    """affine: the vectors of the scale and, if wanted, of the shift; none, 1 and 0."""
+    scale = tl.where(valid, 1.0, 0.0)
+    shift = tl.zeros_like(scale)
+    if len(affine) > 0:
+        scale = tl.load(affine[0] + at, mask=valid, other=0.0).to(tl.float32)
+    if len(affine) > 1:
+        shift = tl.load(affine[1] + at, mask=valid, other=0.0).to(tl.float32)
+    return scale, shift
 
 
 # ---- forward
 
 
 @jit
-def over_group(sums, GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr):
-    """Sums of channels to the sum of their group, in the column of each of its channels."""
-    total = tl.sum(tl.reshape(sums, (GROUP_BLOCK, LANES)), axis=1)
-    spread = tl.broadcast_to(total[:, None], (GROUP_BLOCK, LANES))
-    return tl.reshape(spread, (GROUP_BLOCK * LANES,))
+def over_group(sums, BLOCK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums of columns to the sum of their group, in each of its columns."""
+    if BLOCK * LANES == COLUMNS and (LANES & (LANES - 1)) == 0:
+        total = tl.sum(tl.reshape(sums, (BLOCK, LANES)), axis=1)
+        spread = tl.broadcast_to(total[:, None], (BLOCK, LANES))
+        found = tl.reshape(spread, (COLUMNS,))
+    else:
+        group = tl.arange(0, COLUMNS) // LANES
+        found = tl.zeros_like(sums)
+        for i in tl.static_range(BLOCK):
+            mine = group == i
+            found = tl.where(mine, tl.sum(tl.where(mine, sums, 0.0), axis=0), found)
+    return found
 
 
 @jit
-def moments(x, mask, count, GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr):
-    """Of one tile: mean and Σ(x − mean)² of each column's group."""
-    mean = over_group(tl.sum(x, axis=0), GROUP_BLOCK, LANES) / count
-    off = tl.where(mask, x - mean[None, :], 0.0)
-    return mean, over_group(tl.sum(off * off, axis=0), GROUP_BLOCK, LANES)
-
-
-@jit
-def join_moments(
-    mean, squares, x, mask, start,
-    PIXELS: tl.constexpr, ROWS: tl.constexpr, CPG: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Those of the pixels before `start`, joined by the tile that starts there."""
-    count = tl.minimum(PIXELS - start, ROWS).to(tl.float32) * CPG
-    mean_new, squares_new = moments(x, mask, count, GROUP_BLOCK, LANES)
-    seen = start * CPG * 1.0
-    total = seen + count
-    delta = mean_new - mean
-    squares += squares_new + delta * delta * (seen * count / total)
-    return mean + delta * (count / total), squares
+def sums_of(one, other, TOGETHER: tl.constexpr):
+    """Of both tiles over the rows.  TOGETHER: in one pass over the warps, for tiles that give each
+    thread some numbers."""
+    if TOGETHER:
+        a, b = tl.split(tl.sum(tl.join(one, other), axis=0))
+    else:
+        a, b = tl.sum(one, axis=0), tl.sum(other, axis=0)
+    return a, b
 
 
 @jit
 def statistics(
-    base, pixel_stride, channel, valid,
-    PIXELS: tl.constexpr, ROWS: tl.constexpr, CPG: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr,
+    load: tl.constexpr, source, channel, inside, eps,
+    PIXELS: tl.constexpr, CPG: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Of all pixels of one sample, in chunks of ROWS: mean and Σ(x − mean)² of each group."""
-    mean = tl.zeros((GROUP_BLOCK * LANES,), tl.float32)
-    squares = tl.zeros((GROUP_BLOCK * LANES,), tl.float32)
-    for start in range(0, PIXELS, ROWS):
-        pixel, mask = rows_from(start, valid, PIXELS, ROWS)
-        x = read(base, pixel, pixel_stride, channel, mask)
-        mean, squares = join_moments(
-            mean, squares, x, mask, start, PIXELS, ROWS, CPG, GROUP_BLOCK, LANES
-        )
-    return mean, squares
+    """Mean and ρ of each column's group, over all pixels.  load: reads a tile of the source.
 
-
-@jit
-def inverse_deviation(squares, count, eps):
-    """ρ."""
-    return tl.rsqrt(squares / count + eps)
-
-
-@jit
-def scale_and_shift(weight, bias, offset, channel, valid, AFFINE: tl.constexpr):
-    if AFFINE:
-        scale = tl.load(weight + offset + channel, mask=valid, other=0.0).to(tl.float32)
-        shift = tl.load(bias + offset + channel, mask=valid, other=0.0).to(tl.float32)
+    The pivot is the mean of the first of n chunks.  (mean − pivot)² is at most n times the variance
+    then, so that the difference below loses few digits; of one chunk it is that of squares and
+    about 0.
+    """
+    FIRST: tl.constexpr = CPG * min(ROWS, PIXELS)
+    COUNT: tl.constexpr = CPG * PIXELS
+    pixel, mask = rows_from(0, inside, PIXELS, ROWS)
+    x = only(load(source, pixel, channel, mask, MASKED), mask, MASKED)
+    sums = over_group(tl.sum(x, axis=0), BLOCK, LANES, COLUMNS)
+    # Rounded as it should be: else equal numbers would have a variance.
+    if (FIRST & (FIRST - 1)) == 0:
+        pivot = sums * (1.0 / FIRST)
     else:
-        scale = tl.full(channel.shape, 1.0, tl.float32)
-        shift = tl.zeros(channel.shape, tl.float32)
-    return scale, shift
+        pivot = tl.div_rn(sums, tl.full(sums.shape, FIRST, tl.float32))
+    off = only(x - pivot[None, :], mask, MASKED)
+    if ROWS >= PIXELS:
+        mean = pivot
+        squares = over_group(tl.sum(off * off, axis=0), BLOCK, LANES, COLUMNS)
+    else:
+        square = off * off
+        for start in range(ROWS, PIXELS, ROWS):
+            pixel, mask = rows_from(start, inside, PIXELS, ROWS)
+            x = load(source, pixel, channel, mask, MASKED)
+            x = only(x - pivot[None, :], mask, MASKED)
+            off += x
+            square += x * x
+        total, squares = sums_of(off, square, True)
+        delta = over_group(total, BLOCK, LANES, COLUMNS) * (1.0 / COUNT)
+        squares = over_group(squares, BLOCK, LANES, COLUMNS) - COUNT * delta * delta
+        squares = tl.where(squares < 0, 0.0, squares)
+        mean = pivot + delta
+    return mean, tl.rsqrt(squares * (1.0 / COUNT) + eps)
+
+
+@jit
+def load_map(x, pixel, channel, mask, MASKED: tl.constexpr):
+    """For `statistics`."""
+    return read(x, pixel, channel, mask, MASKED)
 
 
 @jit
@@ -184,16 +209,13 @@ def rectify(x):
 
 
 @jit
-def unit_of(x, mean, rho, mask):
-    """x̂; 0 where masked."""
-    return tl.where(mask, (x - mean[None, :]) * rho[None, :], 0.0)
-
-
-@jit
-def means_along(dweight, dbias, scale, count, GROUP_BLOCK: tl.constexpr, LANES: tl.constexpr):
+def means_along(
+    dweight, dbias, scale, count,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """mean(w g) and mean(w g x̂) of each group."""
-    along_unit = over_group(dweight * scale, GROUP_BLOCK, LANES) / count
-    along_one = over_group(dbias * scale, GROUP_BLOCK, LANES) / count
+    along_unit = over_group(dweight * scale, BLOCK, LANES, COLUMNS) / count
+    along_one = over_group(dbias * scale, BLOCK, LANES, COLUMNS) / count
     return along_one, along_unit
 
 
@@ -201,3 +223,38 @@ def means_along(dweight, dbias, scale, count, GROUP_BLOCK: tl.constexpr, LANES: 
 def norm_gradient(g, unit, scale, rho, along_one, along_unit):
     value = g * scale[None, :] - along_one[None, :] - unit * along_unit[None, :]
     return value * rho[None, :]
+
+
+# ---- two half-precision numbers in an int32
+
+
+@jit
+def low(pair, BRAIN: tl.constexpr):
+    """The first number in float32.  BRAIN: of bfloat16, the upper half of a float32; or float16."""
+    if BRAIN:
+        number = (pair << 16).to(tl.float32, bitcast=True)
+    else:
+        number = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return number
+
+
+@jit
+def high(pair, BRAIN: tl.constexpr):
+    """The second number."""
+    if BRAIN:
+        number = (pair & -65536).to(tl.float32, bitcast=True)
+    else:
+        number = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return number
+
+
+@jit
+def wide(pair, sixteen, upper):
+    """Tiles of pairs of bfloat16 as tiles of float32, with twice the columns.
+
+    sixteen, upper: 16 and the mask of the upper 16 bits.  Where the compiler does not know them it
+    unpacks anew, instead of keeping the float32 from one use to the next in twice the registers.
+    """
+    first = (pair << sixteen).to(tl.float32, bitcast=True)
+    second = (pair & upper).to(tl.float32, bitcast=True)
+    return tl.reshape(tl.join(first, second), (pair.shape[0], 2 * pair.shape[1]))

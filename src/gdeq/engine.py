@@ -1,0 +1,241 @@
+"""The seam: an engine finds fixed points and solves their adjoint equations.
+
+What is computed is said by the map, the solver and the gradient; an engine says how.  `Reference`
+does it by the solvers' own code.  `gdeq.fast` does the same in fewer passes over memory where it
+can, and is held to the reference by tests that run the same cases through both.  States cross this
+seam as the user's tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gdeq import loop
+from gdeq.gradients import Gradient
+from gdeq.operators import StateInverse, relative, safe_norms
+from gdeq.solution import Cotangent, Solution
+from gdeq.solvers.base import Solver, System
+from gdeq.state import State, StateMap, StateSpace, Vectorized, full_precision
+
+
+@dataclass
+class Found:
+    """A solution, and what else its engine knows about it."""
+
+    solution: Solution
+    space: StateSpace
+    inside: Tensor | None = None  # (batch, 1) where f can be given z; None: everywhere
+    output: list[Tensor] | None = None  # the tensors of z for the user, if they need no copy
+    evaluation: Any = None  # `gdeq.adjoint.Evaluation` at z, if it was made during the solve
+
+
+class TensorVJP(Protocol):
+    """u ↦ Jᵀu at the solution, from tensors like those of f(z) to tensors like those of z."""
+
+    dtypes: list[torch.dtype]  # of the tensors of f(z)
+    usable: bool  # False for gradients that ask for no VJP
+
+    def __call__(self, u: Sequence[Tensor]) -> list[Tensor]: ...
+
+
+class Adjoint(Protocol):
+    """What a gradient made of v in one backward pass."""
+
+    w: list[Tensor]  # like the tensors of f(z)
+    report: Cotangent
+
+    def residual(self, product: Sequence[Tensor]) -> Tensor:  # -> (batch,)
+        """‖v − (I − Jᵀ)w‖/‖v‖, given Jᵀw."""
+
+    def length(self) -> Tensor:  # -> (batch,)
+        """‖w‖."""
+
+
+class Engine(Protocol):
+    """How solves and adjoint equations are computed."""
+
+    def solve(self, f: StateMap, z0: State, solver: Solver, gradient: Gradient | None) -> Found:
+        """Find z = f(z) without autograd, and keep what ``gradient`` will need, if there is one."""
+
+    def iterate(self, f: Vectorized, z: Tensor, solver: Solver, system: System) -> loop.Iterates:
+        """`gdeq.loop.iterate`, for the adjoint equation.  z: (batch, d)."""
+
+    def adjoint(
+        self, gradient: Gradient, v: Sequence[Tensor], vjp: TensorVJP, found: Found
+    ) -> Adjoint:
+        """What the gradient makes of v = ∂ℓ/∂z."""
+
+
+@dataclass
+class VectorAdjoint:
+    """w as a batched vector, in units of about ‖v‖: w is linear in v, and losses come in all sizes.
+
+    unit: None where v was taken as it is.
+    """
+
+    w: list[Tensor]
+    report: Cotangent
+    engine: Reference
+    space: StateSpace
+    v: Tensor  # (batch, d) in units
+    size: Tensor | None = None  # (batch,) ‖v‖ in units
+    unit: Tensor | None = None  # (batch,)
+
+    def residual(self, product: Sequence[Tensor]) -> Tensor:  # -> (batch,)
+        assert self.size is not None
+        assert self.unit is not None
+        of_w = self.space.join(product, factor=1 / self.unit)
+        return relative(self.engine.residual_norm(self.v, self.report.w, of_w), self.size)
+
+    def length(self) -> Tensor:  # -> (batch,)
+        assert self.size is not None
+        assert self.unit is not None
+        is_v = self.report.w is self.v
+        return (self.size if is_v else safe_norms(self.report.w)[0]) * self.unit
+
+    def shortfall(self) -> Tensor:  # -> (batch, d)
+        """v − w, not in units."""
+        assert self.unit is not None
+        return (self.v - self.report.w) * self.unit.unsqueeze(1)
+
+
+class Reference:
+    """The solvers and gradients as they are written."""
+
+    def solve(self, f: StateMap, z0: State, solver: Solver, gradient: Gradient | None) -> Found:
+        space = f.space
+        system = System(f.precision, space.sizes)
+        keep = wants_secants(gradient, system.precision)
+        with torch.no_grad(), full_precision(space.device):
+            found = loop.iterate(f, space.start(z0).detach(), solver, system, keep)
+            inside = f.inside(found.z)
+        return Found(self.solution(found, space.unpack(found.z), f), space, inside)
+
+    def solution(self, found: loop.Iterates, z: State, f: StateMap) -> Solution:
+        """The outcome of a loop in the user's terms."""
+        return Solution(
+            z=z,
+            converged=found.converged,
+            residual=found.residual,
+            steps=found.steps,
+            trace=found.trace,
+            evals=found.evals,
+            inverse=StateInverse(found.inverse, f.space) if found.inverse else None,
+            codes=found.codes,
+            precision=f.precision,
+            parts=found.of_parts,
+            secants=found.secants,
+            engine=self,
+        )
+
+    def iterate(self, f: Vectorized, z: Tensor, solver: Solver, system: System) -> loop.Iterates:
+        return loop.iterate(f, z, solver, system)
+
+    def adjoint(
+        self, gradient: Gradient, v: Sequence[Tensor], vjp: TensorVJP, found: Found
+    ) -> Adjoint:
+        space = found.space
+        if not vjp.usable:
+            flat = space.join(v)
+            report = gradient.cotangent(flat, _no_vjp, found.solution)
+            return VectorAdjoint(_tensors(report.w, vjp, found), report, self, space, flat)
+        size = self.norm(v, space)
+        unit = power_of_two(size)
+        flat = space.join(v, factor=1 / unit)
+
+        def product(u: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
+            return space.join(vjp(_tensors(u, vjp, found)))
+
+        report = gradient.cotangent(flat, product, found.solution)
+        if report.length is not None:
+            report.length = report.length * unit
+        w = _tensors(report.w, vjp, found, unit)
+        return VectorAdjoint(w, report, self, space, flat, size / unit, unit)
+
+    def norm(self, v: Sequence[Tensor], space: StateSpace) -> Tensor:  # -> (batch,)
+        """Of the tensors of a state, for each sample."""
+        return safe_norms(space.join(v))[0]
+
+    def residual_norm(self, v: Tensor, w: Tensor, product: Tensor) -> Tensor:  # (batch, d) each
+        """‖v − w + Jᵀw‖ for each sample."""
+        return safe_norms(v - w + product)[0]
+
+
+def _checked(engine: str | Engine, who: str) -> str | Engine:
+    if isinstance(engine, str) and engine not in ("auto", "fast", "reference"):
+        raise ValueError(f"{who} must be 'auto', 'fast' or 'reference', got {engine!r}")
+    return engine
+
+
+REFERENCE = Reference()
+_choice = [_checked(os.environ.get("GDEQ_ENGINE", "auto"), "the environment's GDEQ_ENGINE")]
+
+
+def choose(f: StateMap) -> Engine:
+    """The engine for this map: the only place that chooses."""
+    chosen = _choice[-1]
+    if not isinstance(chosen, str):
+        return chosen
+    if not runs_fast(f.space.device):
+        return REFERENCE
+    from gdeq.fast.engine import FAST  # noqa: PLC0415 (loaded where it is used)
+
+    return FAST
+
+
+def runs_fast(device: torch.device) -> bool:
+    """Whether work on this device is done by `gdeq.fast`."""
+    chosen = _choice[-1]
+    if chosen != "auto" or device.type == "cpu":
+        return chosen == "fast"
+    from gdeq.fast.engine import available  # noqa: PLC0415 (loaded where it is used)
+
+    return available(device)
+
+
+@contextlib.contextmanager
+def use(engine: str | Engine) -> Iterator[None]:
+    """Within this context, take the "reference" or the "fast" engine, your own, or "auto"."""
+    _choice.append(_checked(engine, "engine"))
+    try:
+        yield
+    finally:
+        _choice.pop()
+
+
+def wants_secants(gradient: Gradient | None, precision: float) -> bool:
+    """Whether a solve keeps its last secants; in half precision they are mostly rounding."""
+    wanted = gradient is not None and gradient.needs.secants
+    return wanted and precision < torch.finfo(torch.float16).eps
+
+
+def power_of_two(size: Tensor) -> Tensor:  # (batch,) -> (batch,)
+    """Of about this size, and such that its inverse is a normal number too."""
+    size = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
+    most = math.frexp(torch.finfo(size.dtype).max)[1] - 2
+    # One below the exponent: 2¹²⁸ is not a float32.
+    exponent = (size.frexp().exponent - 1).clamp(-most, most)
+    return torch.ldexp(torch.ones_like(size), exponent)
+
+
+def _tensors(
+    w: Tensor,  # (batch, d)
+    vjp: TensorVJP,
+    found: Found,
+    unit: Tensor | None = None,  # (batch,)
+) -> list[Tensor]:
+    """A cotangent of f(z) in the user's tensors; zero where f could not be given z."""
+    w = w if found.inside is None else torch.where(found.inside, w, 0.0)
+    return found.space.split(w, vjp.dtypes, factor=unit)
+
+
+def _no_vjp(u: Tensor) -> Tensor:
+    raise RuntimeError("this gradient method asked for a VJP although its needs.vjp is False")

@@ -1,0 +1,121 @@
+"""`Task`: what a training needs to know about data, model, loss and metric.
+
+A task of your own is a file with one subclass:
+
+    class Spirals(Task[Config]):
+        metric = Metric("accuracy", "%", digits=1)
+
+        def load(self) -> Data: ...
+        def model(self) -> nn.Module: ...
+        def losses(self, output, labels): ...
+        def score(self, output, labels): ...
+
+``gdeq train spirals.py epochs=5`` trains it, with all that the other tasks have: checkpoints,
+resume, several processes, CUDA graphs, adaptive budgets, comparisons and the report.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+from torch import Tensor, nn
+
+from gdeq.lab.data.batches import Batches
+from gdeq.lab.training.process import Process
+from gdeq.lab.training.settings import Config
+
+C = TypeVar("C", bound=Config)
+
+
+class Data(NamedTuple):
+    """Tensors whose first dimension counts the samples: the model's input, then its targets."""
+
+    train: tuple[Tensor, ...]
+    test: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a task is judged by: the mean of its samples' scores."""
+
+    name: str
+    unit: str = ""
+    digits: int = 3
+    higher_is_better: bool = True
+
+    def text(self, value: float) -> str:
+        """``accuracy 97.50 %``"""
+        unit = f" {self.unit}" if self.unit else ""
+        return f"{self.name.replace('_', ' ')} {value:.{self.digits}f}{unit}"
+
+
+class Task(ABC, Generic[C]):
+    """Subclass it; what has a default here may stay.
+
+    settings: the class of its settings; a subclass of `Config` adds some.
+    presets: settings by name; those of a file's first preset hold where nothing else is said.
+    """
+
+    name: ClassVar[str]  # as in the run's config.yaml; the registry sets it
+    settings: ClassVar[type[Config]] = Config
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    metric: ClassVar[Metric] = Metric("loss", digits=4, higher_is_better=False)
+    samples: ClassVar[str] = "samples"  # what they are called
+
+    def __init__(self, config: C, process: Process, root: Path | None = None) -> None:
+        """root: the folder of the data sets, where the user named one."""
+        self.config, self.process, self.root = config, process, root
+        self.device = process.device
+        self.data = self.load()
+
+    @abstractmethod
+    def load(self) -> Data:
+        """All samples, on ``self.device``."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """The model, called with a batch's first tensor; its DEQ is its attribute ``deq``.
+
+        The training sets the solver and the gradient of ``deq`` before each step.
+        """
+
+    @abstractmethod
+    def losses(self, output: Any, *targets: Tensor) -> Tensor:  # -> (batch,)
+        """The loss of each sample, in a test and in comparisons of gradients."""
+
+    def loss(self, output: Any, *targets: Tensor) -> Tensor:  # -> ()
+        """What a training step minimises."""
+        return self.losses(output, *targets).mean()
+
+    def score(self, output: Any, *targets: Tensor) -> Tensor:  # -> (batch,)
+        """Each sample's part of the metric."""
+        return self.losses(output, *targets)
+
+    def train_batches(self, size: int, plain: bool = False) -> Batches:
+        """plain: without random changes to the samples, if the task makes any."""
+        return Batches(self.data.train, size, seed=self.config.seed, **self.share())
+
+    def test_batches(self, size: int) -> Batches:
+        """Every sample once."""
+        return Batches(self.data.test, size, shuffle=False, drop_last=False, **self.share())
+
+    def share(self) -> dict[str, Any]:
+        """Which part of each batch is this process's."""
+        return {"rank": self.process.rank, "world_size": self.process.world_size}
+
+    def injector(self, model: Any) -> nn.Module | None:
+        """The module that computes the DEQ's x; None where the model calls ``deq(x)`` itself."""
+        return None
+
+    def notes(self) -> Iterator[str]:
+        """What to say before the first step."""
+        yield from ()
+
+    @classmethod
+    def title_of(cls, config: C) -> str:
+        """For the progress bar and the name of a run folder."""
+        return Path(cls.name).stem

@@ -1,0 +1,142 @@
+"""A first estimate of w from what the forward solve learned, and its refinement by a few VJPs.
+
+Broyden's method is run on the adjoint equation, h(w) = v + Jᵀw.  Its root function h(w) − w has the
+Jacobian Jᵀ − I = (J − I)ᵀ, so the transpose of what the forward solve learned about (J − I)⁻¹ is an
+estimate of its inverse.  At w = 0 the root function is v without any VJP, and the first estimate is
+the step from there: the first VJP already brings an update.  (Minimising the residual over the same
+VJPs, as GMRES does, gives a smaller residual but a larger error of the gradient.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gdeq.operators import Inverse, LowRankInverse, dot, norm
+from gdeq.secants import Secants
+from gdeq.solution import Cotangent, Solution
+from gdeq.solvers.base import Point, change_seen, select
+from gdeq.state import Vectorized
+
+# Broyden's inverse is trusted where it makes v at most this many times as long: after a long solve
+# it can be too long by orders of magnitude.
+LONGEST = 3.0
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """How far a refinement goes, and what keeps it from running away.
+
+    Nothing measures where its last step leads, so that step is bounded twice: by what the inverse
+    makes of the residual, and by Broyden's factor for it, which may divide by next to nothing.
+    """
+
+    times: int  # VJPs
+    precision: float  # spacing of the numbers that f computes with
+    # The last step may be this many times as long beside the residual as w is beside v.
+    amplification: float = 3.0
+    # Its factor may be this many times as large as 1, or as the factor of smallest residual.
+    overshoot: float = 1.5
+    # Where the last residual is ``setback`` times the smallest seen, and w would be ``growth``
+    # times as long as the w that had it, that w is the result.  Either alone says too little: a
+    # good w can have a larger residual than JFB's, and be far longer.  (After a start by secants
+    # the residual alone decides.)
+    setback: float = 2.0
+    growth: float = 5.0
+    secants: Secants | None = None  # what the first w was made of
+
+
+def minus_identity(x: Tensor) -> LowRankInverse:  # (batch, d)
+    """−I, for vectors like x: what is known before anything is learned."""
+    empty = x.new_zeros(x.shape[0], 0, x.shape[1])
+    return LowRankInverse(empty, empty)
+
+
+def first_step(v: Tensor, solution: Solution) -> tuple[Tensor, Inverse]:  # (batch, d)
+    """The first estimate of w, and the estimate of (Jᵀ − I)⁻¹ that it is made with.
+
+    By the last secants of the solve where they are known (`gdeq.secants`).  Where f computes in
+    half precision they are not: too much of them is rounding.  There Broyden's inverse is used for
+    the samples for which it is plausible; for the others, and after a solver without one, −I.
+    """
+    if solution.secants is not None:
+        inverse: Inverse = solution.secants.inverse().T
+        return inverse.negative_matvec(v), inverse
+    if solution.inverse is None:
+        return v, minus_identity(v)
+    return solution.inverse.vectors.T.trusted(v, LONGEST)
+
+
+def borne_out(w: Tensor, v: Tensor, r: Tensor) -> Tensor:  # (batch, d) each -> (batch,)
+    """Whether w, with its residual r, is likely no further from w* than 0 is after one more step.
+
+    Where A = I − Jᵀ is symmetric and positive, ‖w − w*‖² in the norm of A is about wᵀAw if that is
+    large, and ‖w*‖² is w*ᵀv.  Most of wᵀAw is in directions which A shortens by ‖Aw‖²/wᵀAw; where
+    that is below one, a step by r leaves one minus it of w there.
+    """
+    image = v - r
+    energy = dot(w, image)
+    left = energy - dot(image, image)
+    return ((left <= 0) | (left**2 <= energy * dot(w, v))).squeeze(1)
+
+
+def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinement) -> Cotangent:
+    """Broyden's method from 0, where the residual is v and the first step is ``w``.
+
+    Updates are kept as factors I + s_{t+1}s_tᵀ/‖s_t‖² of the inverse, which follow from the steps:
+    with q = −B_t⁻¹r_{t+1}, the next step is s_{t+1} = q ‖s_t‖² / (‖s_t‖² − s_tᵀq).
+
+    The first VJP tests the secants that w was made of: it raises the ridge of those that do not
+    fit, and a sample whose w it does not bear out starts again from JFB's, one VJP later.
+    """
+    eps = torch.finfo(v.dtype).eps
+    step, r, kept = w, v, w
+    factors: list[tuple[Tensor, Tensor, Tensor]] = []
+    for count in range(1, how.times + 1):
+        before, r = r, v + vjp(w) - w
+        tested = how.secants if count == 1 else None
+        if tested is not None:
+            fits = borne_out(w, v, r)
+            inverse = tested.inverse(tested.misfit(w, v - r)).T.only(fits)
+            kept, r = select(fits, w, v), select(fits, r, v)
+            step = w = select(fits, w, torch.zeros_like(w))  # from 0, −I steps to v
+        size = norm(r)  # (batch,)
+        if count == 1:
+            good, least = torch.isfinite(size), size
+        else:
+            good = good & torch.isfinite(size)
+            better = good & (size < least)
+            kept, least = select(better, w, kept), torch.where(better, size, least)
+        q = inverse.negative_matvec(r)
+        for s, share, after in factors:
+            q = q + after * (share * dot(s, q))
+        squared = dot(step, step)  # (batch, 1)
+        denominator = squared - dot(step, q)
+        # As in `Broyden.learn`: no update that would divide by rounding errors.
+        limit = 1e3 * eps * squared.sqrt() * norm(step - q).unsqueeze(1)
+        sound = denominator.abs() > limit
+        sound &= change_seen(before, Point(w, r), how.precision).unsqueeze(1)
+        longer = torch.where(sound, squared / denominator, 1.0)
+        if count == how.times:
+            change = before - r
+            best = dot(before, change).abs() / dot(change, change)
+            most = how.overshoot * best.nan_to_num(1.0, 1.0).clamp(min=1.0)
+            bound = how.amplification * size * (norm(w) / norm(v))
+            share = torch.clamp(bound / norm(q), max=1.0).nan_to_num(1.0)  # 0/0: no step
+            q = torch.where(share.unsqueeze(1) > 0, q, 0.0)  # it may not be finite
+            longer = torch.where(sound, torch.clamp(longer, -most, most), 1.0)
+            longer = longer * share.unsqueeze(1)
+        after = longer * q
+        factors.append((step, torch.where(sound, 1 / squared, 0.0), after))
+        if count == how.times:
+            length, moved, of_kept = norm(w + after), norm(after), norm(kept)
+            growth = how.growth if how.secants is None else 0.0
+            good = good & ((size <= how.setback * least) | (length <= growth * of_kept))
+            good = good if tested is None else good & fits
+        w, step = select(good, w + after, kept), after
+    # No step although there is a residual: nothing is known about the error.
+    known = good & (moved > 0) & (length > 0) & torch.isfinite(length)
+    error = torch.where(known, moved / length, torch.where(size == 0, 0.0, torch.inf))
+    return Cotangent(w, how.times, error=error, length=torch.where(good, length, of_kept))

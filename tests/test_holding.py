@@ -1,0 +1,312 @@
+"""What holds still during a solve: dropout masks and normalised weights."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import remove_parametrizations
+
+import gdeq
+from cells import EXACT, F64, GRADIENTS, assert_same, data, every_gradient
+
+SOLVER = gdeq.Broyden(max_iter=60, tol=1e-12)
+
+
+# --- dropout -------------------------------------------------------------------------------------
+
+
+class Dropped(nn.Module):
+    """Records the mask of every evaluation."""
+
+    def __init__(self, channelwise=False):
+        super().__init__()
+        self.drop = gdeq.VariationalDropout(0.5, channelwise)
+        self.gain = nn.Parameter(torch.tensor(0.4, dtype=F64))
+        self.masks, self.fails_at = [], 0
+
+    def forward(self, z, x):
+        self.masks.append(self.drop(torch.ones_like(z)).detach())
+        if len(self.masks) == self.fails_at:
+            raise ArithmeticError("from the cell")
+        return self.gain * self.drop(torch.tanh(z + x)) + x
+
+    def took_one_mask(self):
+        first = self.masks[0]
+        return len(self.masks) > 3 and all(torch.equal(mask, first) for mask in self.masks)
+
+
+def draws_anew(drop, device):
+    x = torch.ones(4, 16, device=device)
+    return not torch.equal(drop(x), drop(x))
+
+
+@pytest.mark.parametrize("channelwise", [False, True])
+def test_one_mask_per_solve_and_a_new_one_in_the_next(device, channelwise):
+    deq = gdeq.DEQ(Dropped(channelwise).to(device), SOLVER)
+    x, solves = data(device, 3, 8, 3, 2), []
+    for _ in range(2):
+        deq.cell.masks.clear()
+        deq(x)
+        assert deq.solution.converged.all()
+        assert deq.cell.took_one_mask()
+        solves.append(deq.cell.masks[0])
+        assert set(solves[-1].flatten().tolist()) == {0.0, 2.0}
+        whole = solves[-1].flatten(2)  # a channel is dropped as a whole, or not
+        assert bool((whole == whole[:, :, :1]).all()) == channelwise
+    assert not torch.equal(*solves)
+    assert not torch.equal(solves[0][0], solves[0][1])  # samples have their own
+    assert draws_anew(deq.cell.drop, device) or channelwise
+
+
+@pytest.mark.parametrize("gradient", [EXACT, gdeq.GDEQ(refine=2), gdeq.JFB(), gdeq.Unrolled(3)])
+def test_dropout_gradients_are_those_of_the_explicit_mask(device, gradient):
+    deq = gdeq.DEQ(Dropped().to(device), SOLVER, gradient)
+    x = data(device, 3, 8).requires_grad_()
+    found = torch.autograd.grad(deq(x).square().sum(), [x, deq.cell.gain])
+    mask, gain = deq.cell.masks[0], deq.cell.gain.detach().requires_grad_()
+    explicit = gdeq.DEQ(lambda z, x: gain * (mask * torch.tanh(z + x)) + x, SOLVER, gradient)
+    expected = torch.autograd.grad(explicit(x).square().sum(), [x, gain])
+    assert_same(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_both_evaluations_of_implicit_see_the_same_mask(device):
+    deq, x = gdeq.DEQ(Dropped().to(device), SOLVER, EXACT), data(device, 1, 4).requires_grad_()
+
+    def slope(x):
+        torch.manual_seed(11)
+        return torch.autograd.grad(deq(x).square().sum(), x, create_graph=True)[0].square().sum()
+
+    assert torch.autograd.gradcheck(slope, (x,))
+
+
+def test_dropout_by_itself(device):
+    x = torch.ones(1, 40000, dtype=F64, device=device)
+    out = gdeq.VariationalDropout(0.3)(x)
+    assert (out == 0).double().mean().item() == pytest.approx(0.3, abs=0.02)
+    kept = out[out != 0]
+    torch.testing.assert_close(kept, torch.full_like(kept, 1 / 0.7), rtol=1e-6, atol=0)
+    for same in (gdeq.VariationalDropout(0.0), gdeq.VariationalDropout(0.5).eval()):
+        assert torch.equal(same(x), x)
+    assert repr(gdeq.VariationalDropout(0.3)) == "VariationalDropout(p=0.3, channelwise=False)"
+    with pytest.raises(ValueError, match=r"\(batch, channels, ...\)"):
+        gdeq.VariationalDropout(0.5, channelwise=True)(torch.ones(5, device=device))
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, 2, "0.5", True, None])
+def test_dropout_probability_is_checked(p):
+    with pytest.raises((ValueError, TypeError), match=r"VariationalDropout.p must be"):
+        gdeq.VariationalDropout(p)
+
+
+# --- hold ----------------------------------------------------------------------------------------
+
+
+def test_hold_by_hand_around_fixed_point(device):
+    cell, x = Dropped().to(device), data(device, 3, 8)
+    with gdeq.hold(cell):
+        found = gdeq.fixed_point(lambda z: cell(z, x), torch.zeros_like(x), SOLVER)
+    assert found.converged.all()
+    assert cell.took_one_mask()
+    with gdeq.hold(lambda z: z):  # of a function there is nothing to hold
+        pass
+
+
+def test_nested_holds_keep_one_value_until_the_outer_ends(device):
+    drop, x = gdeq.VariationalDropout(0.5), torch.ones(4, 16, device=device)
+    with gdeq.hold(drop):
+        with gdeq.hold(drop):
+            first = drop(x)
+        assert torch.equal(drop(x), first)  # the end of the inner one does not renew it
+        with gdeq.hold(drop):
+            assert torch.equal(drop(x), first)
+        same = copy.deepcopy(drop)  # copies made meanwhile are free
+        assert draws_anew(same, device)
+        with pytest.raises(RuntimeError, match="one module for each place"):
+            drop(torch.ones(2, 4, device=device))
+    assert draws_anew(drop, device)
+    with pytest.raises(KeyError), gdeq.hold(drop), gdeq.hold(drop):
+        raise KeyError
+    assert draws_anew(drop, device)
+
+
+def test_dropout_in_nested_layers_holds_for_the_outer_solve(device):
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = gdeq.DEQ(Dropped(), SOLVER)
+
+        def forward(self, z, x):
+            return 0.3 * torch.tanh(self.inner(z)) + x
+
+    deq = gdeq.DEQ(Outer().to(device), SOLVER, EXACT)
+    deq(data(device, 2, 6)).sum().backward()
+    assert deq.solution.converged.all()
+    assert deq.cell.inner.cell.took_one_mask()
+    assert deq.cell.inner.cell.gain.grad.abs() > 0
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_hold_ends_when_f_raises(device, call):
+    deq = gdeq.DEQ(Dropped().to(device), SOLVER)
+    deq.cell.fails_at = call
+    with pytest.raises(ArithmeticError, match="from the cell"):
+        deq(data(device, 3, 8))
+    assert draws_anew(deq.cell.drop, device)
+
+
+# --- weight normalisation ------------------------------------------------------------------------
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(4, 3, dtype=F64), (2, 4), {}),
+    "linear-dim-1": (lambda: nn.Linear(4, 3, dtype=F64), (2, 4), {"dim": 1}),
+    "conv": (lambda: nn.Conv2d(2, 3, 3, dtype=F64), (2, 2, 5, 5), {}),
+    "transposed": (lambda: nn.ConvTranspose2d(2, 3, 3, dtype=F64), (2, 2, 5, 5), {"dim": 1}),
+}
+
+
+def like_pytorch(device) -> dict[str, float]:
+    """PyTorch's own fused kernel on CUDA sums norms in float32, even of float64 weights."""
+    if device.type == "cuda":
+        return {"rtol": 1e-6, "atol": 1e-7}
+    return {"rtol": 1e-12, "atol": 1e-13}
+
+
+@pytest.mark.parametrize(("make", "shape", "kwargs"), LAYERS.values(), ids=LAYERS)
+def test_weight_norm_equals_pytorchs(device, make, shape, kwargs):
+    ours, x = make().to(device), data(device, *shape)
+    theirs, plain = copy.deepcopy(ours), ours(x)
+    assert gdeq.weight_norm(ours, **kwargs) is ours
+    parametrizations.weight_norm(theirs, **kwargs)
+    torch.testing.assert_close(ours(x), plain, rtol=1e-12, atol=1e-13)  # the function it was
+    with torch.no_grad():  # away from the start, where weight = v
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            step = torch.randn_like(p)
+            p.add_(step)
+            q.add_(step)
+    torch.testing.assert_close(ours(x), theirs(x), **like_pytorch(device))
+    ours(x).square().sum().backward()
+    theirs(x).square().sum().backward()
+    named = dict(theirs.named_parameters())
+    assert [name for name, _ in ours.named_parameters()] == list(named)
+    for name, p in ours.named_parameters():
+        torch.testing.assert_close(p.grad, named[name].grad, **like_pytorch(device))
+
+
+class Normalised(nn.Module):
+    def __init__(self, normalise=gdeq.weight_norm):
+        super().__init__()
+        self.inner = normalise(nn.Linear(4, 4, dtype=F64))
+        with torch.no_grad():
+            self.inner.parametrizations.weight.original0.mul_(0.5)
+        self.weights = []
+
+    @property
+    def g(self):
+        return self.inner.parametrizations.weight.original0
+
+    def forward(self, z, x):
+        self.weights.append(self.inner.weight)
+        return torch.tanh(self.inner(z) + x)
+
+
+def test_the_weight_is_computed_once_per_solve_and_follows_the_optimiser(device):
+    deq = gdeq.DEQ(Normalised().to(device), SOLVER, EXACT)
+    weights, x, firsts = deq.cell.weights, data(device, 3, 4), []
+    optimiser = torch.optim.SGD(deq.parameters(), lr=0.1)
+    for _ in range(2):
+        weights.clear()
+        z = deq(x)
+        z.sum().backward()
+        assert len(weights) > 4
+        assert all(weight is weights[0] for weight in weights)
+        assert not weights[0].is_leaf  # though the first evaluation ran without autograd
+        firsts.append((weights[0], z.detach()))
+        optimiser.step()
+    assert firsts[0][0] is not firsts[1][0]
+    assert not torch.allclose(firsts[0][1], firsts[1][1])
+    assert deq.cell.inner.weight is not deq.cell.inner.weight  # outside, every time
+
+
+@every_gradient
+def test_weight_norm_gradients_equal_pytorchs(device, gradient):
+    ours = gdeq.DEQ(Normalised().to(device), SOLVER, gradient)
+    theirs = gdeq.DEQ(Normalised(parametrizations.weight_norm).to(device), SOLVER, gradient)
+    theirs.load_state_dict(ours.state_dict())
+    x = data(device, 3, 4)
+    for deq in (ours, theirs):
+        deq(x).square().sum().backward()
+    near = {"rtol": 1e-3, "atol": 1e-5} if device.type == "cuda" else {"rtol": 1e-9, "atol": 1e-11}
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert p.grad.abs().sum() > 0
+        torch.testing.assert_close(p.grad, q.grad, **near)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_weight_norm_without_autograd(device, mode):
+    deq, x = gdeq.DEQ(Normalised().to(device), SOLVER), data(device, 3, 4)
+    expected = deq(x)
+    with mode():
+        z = deq(x)
+        assert not deq.cell(z, x).requires_grad
+    assert not z.requires_grad
+    torch.testing.assert_close(z, expected, rtol=1e-12, atol=1e-13)
+    deq(x).sum().backward()
+    assert deq.cell.g.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("when", ["new", "forward", "backward"])
+def test_weight_norm_survives_deepcopy(device, when):
+    deq, x = gdeq.DEQ(Normalised().to(device), SOLVER, GRADIENTS["GDEQ"]), data(device, 3, 4)
+    if when != "new":
+        z = deq(x)
+    if when == "backward":
+        z.sum().backward()
+    deq.cell.weights.clear()  # recorded by the test, and not leaves
+    same = copy.deepcopy(deq)
+    assert torch.equal(same(x), deq(x))
+    with torch.no_grad():
+        same.cell.g.mul_(0.1)
+    assert not torch.allclose(same(x), deq(x))
+    same(x).sum().backward()
+    assert same.cell.g.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("to", ["ours", "theirs"])
+def test_state_dicts_are_exchanged_with_pytorchs(device, to):
+    ours, theirs = Normalised().to(device), Normalised(parametrizations.weight_norm).to(device)
+    source, target = (theirs, ours) if to == "ours" else (ours, theirs)
+    z, x = data(device, 2, 4), data(device, 2, 4)
+    assert not torch.allclose(source(z, x), target(z, x))
+    file = io.BytesIO()
+    torch.save(source.state_dict(), file)
+    file.seek(0)
+    target.load_state_dict(torch.load(file, weights_only=True, map_location=device))
+    torch.testing.assert_close(target(z, x), source(z, x), **like_pytorch(device))
+
+
+def test_weight_norm_can_be_removed_and_have_another_name(device):
+    cell, x = Normalised().to(device), data(device, 3, 4)
+    deq = gdeq.DEQ(cell, SOLVER)
+    expected = deq(x)
+    remove_parametrizations(cell.inner, "weight")
+    assert set(dict(cell.named_parameters())) == {"inner.weight", "inner.bias"}
+    torch.testing.assert_close(deq(x), expected, rtol=1e-10, atol=1e-11)
+    rnn = gdeq.weight_norm(nn.RNNCell(3, 4, dtype=F64), name="weight_hh")
+    assert "parametrizations.weight_hh.original0" in dict(rnn.named_parameters())
+
+
+def test_weight_norm_of_what_is_not_there_names_what_is():
+    for name in ("wieght", "in_features"):
+        with pytest.raises(ValueError, match=f"Linear has no tensor '{name}'"):
+            gdeq.weight_norm(nn.Linear(2, 2), name=name)
+    cell = nn.Module()
+    cell.inner = nn.Linear(2, 2)
+    cell.blocks = nn.Sequential(nn.Tanh(), nn.Conv1d(2, 2, 1))
+    with pytest.raises(ValueError, match="Module has no tensor 'weight'") as error:
+        gdeq.weight_norm(cell)
+    assert str(error.value).endswith("pass a layer that has one: module.inner, module.blocks[1]")
+    with pytest.raises(ValueError, match=r"to normalise$"):
+        gdeq.weight_norm(nn.Tanh())
