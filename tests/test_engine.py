@@ -40,6 +40,25 @@ def test_which_engine_is_chosen(device):
         pass
 
 
+@pytest.mark.parametrize(
+    ("wrong", "kind", "message"),
+    [
+        ("quick", ValueError, "'auto', 'fast' or 'reference', got 'quick'"),
+        (engine.Reference, TypeError, r"write Reference\(\)"),
+        (object(), TypeError, "a name or an Engine object"),
+    ],
+)
+def test_what_is_no_engine(wrong, kind, message):
+    with pytest.raises(kind, match=message), engine.use(wrong):
+        pass
+
+
+def test_the_fast_engine_says_where_it_runs(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with engine.use("fast"), pytest.raises(ValueError, match="needs a GPU with Triton; .* cpu"):
+        gdeq.solve(lambda z: 0.5 * z, torch.zeros(1, 2))
+
+
 def test_the_reference_needs_nothing_of_the_fast_engine():
     program = """
 import sys, torch, gdeq

@@ -21,6 +21,7 @@ from torch import Tensor
 from gdeq import loop
 from gdeq.gradients import Gradient
 from gdeq.operators import StateInverse, relative, safe_norms
+from gdeq.options import describe
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Solver, System
 from gdeq.state import State, StateMap, StateSpace, Vectorized, full_precision
@@ -172,6 +173,8 @@ class Reference:
 def _checked(engine: str | Engine, who: str) -> str | Engine:
     if isinstance(engine, str) and engine not in ("auto", "fast", "reference"):
         raise ValueError(f"{who} must be 'auto', 'fast' or 'reference', got {engine!r}")
+    if isinstance(engine, type) or not (isinstance(engine, str) or hasattr(engine, "adjoint")):
+        raise TypeError(f"{who} must be a name or an Engine object, got {describe(engine)}")
     return engine
 
 
@@ -194,10 +197,14 @@ def choose(f: StateMap) -> Engine:
 def runs_fast(device: torch.device) -> bool:
     """Whether work on this device is done by `gdeq.fast`."""
     chosen = _choice[-1]
-    if chosen != "auto" or device.type == "cpu":
-        return chosen == "fast"
-    from gdeq.fast.engine import available  # noqa: PLC0415 (loaded where it is used)
+    if chosen == "reference" or not isinstance(chosen, str):
+        return False
+    if chosen == "auto" and device.type == "cpu":
+        return False
+    from gdeq.fast.kernels import available  # noqa: PLC0415 (loaded where it is used)
 
+    if chosen == "fast" and not available(device):
+        raise ValueError(f"engine 'fast' needs a GPU with Triton; the state is on {device}")
     return available(device)
 
 

@@ -36,6 +36,10 @@ UNSTEADY = (
         "draws a new mask at every evaluation: use gdeq.VariationalDropout, which keeps one",
     ),
     (
+        (nn.MultiheadAttention, nn.RNNBase),
+        "draws a new dropout mask at every evaluation: set its dropout to 0",
+    ),
+    (
         (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
         "mixes the samples of a batch and moves its averages at every evaluation: use nn.GroupNorm",
     ),
@@ -148,7 +152,8 @@ class DEQ(nn.Module):
         told = []
         for kinds, why in UNSTEADY:
             for name, module in self.cell.named_modules():
-                if isinstance(module, kinds) and module.training and getattr(module, "p", 1) > 0:
+                rate = getattr(module, "p", getattr(module, "dropout", 1))
+                if isinstance(module, kinds) and module.training and rate > 0:
                     told.append(f"{type(module).__name__} ({name or 'the cell itself'}) {why}")
                     break
         if told:

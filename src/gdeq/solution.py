@@ -40,7 +40,8 @@ _TRY = (
 _SENTENCES = {
     Status.RUNNING: "still running",
     Status.CONVERGED: "converged: the residual is within the tolerance",
-    Status.MAX_STEPS: "not converged: the solver ran out of steps (raise max_iter or tol)",
+    Status.MAX_STEPS: "not converged: the solver ran out of steps (raise max_iter or tol; if "
+    "the residual stays level, f may draw random numbers, as dropout does)",
     Status.ROUNDING: "stopped at the rounding level of the dtype, above the tolerance or with z "
     "far from where it began (raise tol, start nearer, or compute f in a wider dtype)",
     Status.STALLED: "not converged: f(z) - z stays the same however z moves; f seems to have no "
@@ -161,7 +162,7 @@ class BackwardRecord:
             text += ", residual not measured"
         elif each.numel():
             what = "residual" if self.error is None else "error about"
-            text += f", {what} {mean.item():.1e} (at most {each.max().item():.1e})"
+            text += f", {what} {mean.item():.1e} (largest {each.max().item():.1e})"
         if self.converged is not None:
             text += f", {count(int((~self.converged).sum()), 'sample')} above the tolerance"
         if self.fell_back is not None:
@@ -231,7 +232,7 @@ class Solution:
         residual = self.residual.max().item()
         outcome = f"at most {most}, {evals} of f, largest residual {residual:.1e}"
         if (error := self.error) is not None:
-            outcome += f", estimated error at most {error.max().item():.1e}"
+            outcome += f", largest estimated error {error.max().item():.1e}"
         ends = self.status
         if all(status in (Status.UNROLLED, Status.FIXED_STEPS) for status in ends):
             return f"{count(batch, 'sample')}, not asked to converge: {outcome}"

@@ -156,7 +156,8 @@ class Broyden(Solver):
         state.count = state.count + accept
         state.counts.append(state.count)
         state.bg = select(accepted, torch.addcmul(bg_try, u, dot(v, g)), state.bg)
-        state.lengths.append(safe_norms(state.bg)[0])
+        if self.tol > 0 or self.max_step is not None:  # else the last one alone is asked for
+            state.lengths.append(safe_norms(state.bg)[0])
         return advance(accepted, here, there), state
 
     def inverse(self, state: BroydenState, at: Tensor | None) -> LowRankInverse:
@@ -165,8 +166,9 @@ class Broyden(Solver):
         Exact while nothing was dropped.  Otherwise what the later updates displaced is lost, and
         the sample is left with the surviving updates up to ``at``.
         """
-        lengths = state.lengths[-1]
-        if at is not None:
+        if at is None:
+            lengths = safe_norms(state.bg)[0]
+        else:
             lengths = torch.stack(state.lengths).gather(0, at.unsqueeze(0)).squeeze(0)
         estimate = replace(state.estimate(), length=lengths)
         if at is None:

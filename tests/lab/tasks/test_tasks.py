@@ -205,6 +205,16 @@ def test_a_file_that_defines_no_task(tmp_path, gdeq, text, message):
     assert not (tmp_path / "run").exists()
 
 
+def test_losses_are_one_per_sample(tmp_path, gdeq, my_task):
+    path = tmp_path / "mean.py"
+    text = my_task.read_text()
+    path.write_text(text.replace('reduction="none"', 'reduction="mean"'))
+    assert path.read_text() != text
+    code, said = gdeq("train", path, *SMALL, "--run", tmp_path / "run")
+    assert code == 1
+    assert "one loss per sample, shape (batch,), got ()" in said
+
+
 def test_a_task_that_is_not_there(tmp_path, gdeq):
     code, said = gdeq("train", tmp_path / "none.py")
     assert code == 1

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gdeq.lab.data.batches import Batches
 from gdeq.lab.training.process import Process
-from gdeq.lab.training.settings import Config
+from gdeq.lab.training.settings import Config, ConfigError
 
 C = TypeVar("C", bound=Config)
 
@@ -89,7 +89,13 @@ class Task(ABC, Generic[C]):
 
     def loss(self, output: Any, *targets: Tensor) -> Tensor:  # -> ()
         """What a training step minimises."""
-        return self.losses(output, *targets).mean()
+        losses = self.losses(output, *targets)
+        if losses.dim() != 1:
+            raise ConfigError(
+                "losses() must return one loss per sample, shape (batch,), got "
+                f"{tuple(losses.shape)}; leave out .mean() (reduction='none')"
+            )
+        return losses.mean()
 
     def score(self, output: Any, *targets: Tensor) -> Tensor:  # -> (batch,)
         """Each sample's part of the metric."""
