@@ -2,6 +2,7 @@
 
 import gc
 import time
+import weakref
 
 import pytest
 import torch
@@ -411,3 +412,20 @@ def test_a_layer_keeps_only_its_last_record_and_is_freed_itself(device):
     assert weights.alive > 0  # the graph of z still uses them
     del z
     assert weights.all_die()
+
+
+def test_a_pass_with_create_graph_leaves_nothing_behind():
+    """The record must have no graph: it would keep the node that wrote it alive."""
+    weights = []
+    for _ in range(3):
+        p, x = torch.tensor(0.5, dtype=torch.float64), torch.ones(2, 3, dtype=torch.float64)
+        p, x = p.requires_grad_(), x.requires_grad_()
+        found = gdeq.fixed_point(
+            lambda z, p=p, x=x: torch.tanh(p * z + x), torch.zeros_like(x), gradient=gdeq.Implicit()
+        )
+        (g,) = torch.autograd.grad(found.z.sum(), x, create_graph=True)
+        assert not found.backward.residual.requires_grad
+        weights.append(weakref.ref(p))
+        del p, x, found, g
+    gc.collect()
+    assert not any(ref() is not None for ref in weights)

@@ -55,7 +55,7 @@ def test_what_is_no_engine(wrong, kind, message):
 
 def test_the_fast_engine_says_where_it_runs(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with engine.use("fast"), pytest.raises(ValueError, match="needs a GPU with Triton; .* cpu"):
+    with engine.use("fast"), pytest.raises(ValueError, match=r"needs a GPU with Triton; .* cpu"):
         gdeq.solve(lambda z: 0.5 * z, torch.zeros(1, 2))
 
 

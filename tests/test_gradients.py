@@ -240,3 +240,29 @@ def test_unrolled_equals_a_loop_by_hand(solver, damping, device):
     for a, b in zip(found, expected, strict=True):
         assert_near(a, b, 1e-13)
     assert (z0.grad is None) == (solver is not None)  # a solution does not depend on z0
+
+
+def test_a_sample_whose_jacobian_is_infinite_does_not_spoil_the_others():
+    c = torch.tensor([[0.0, 0.0], [0.3, 0.2]], dtype=torch.float64, requires_grad=True)
+    p = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    found = gdeq.fixed_point(
+        lambda z: p * z.sqrt() + c, torch.zeros_like(c), gradient=gdeq.GDEQ(tolerance=0.1)
+    )
+    found.z.sum().backward()
+    assert c.grad.isfinite().all()
+    assert c.grad[1].gt(0).all()
+
+
+def test_a_gradient_of_zero_counts_as_a_whole_error():
+    """Samples whose w is 0 are wrong by all of their gradient: the mean must not leave them out."""
+    spread = torch.diag(torch.arange(2.0, 10.0, dtype=torch.float64))
+    c = torch.ones(3, 8, dtype=torch.float64, requires_grad=True)
+    found = gdeq.fixed_point(
+        lambda z: z @ spread + c,
+        torch.zeros(3, 8, dtype=torch.float64),
+        gradient=gdeq.GDEQ(tolerance=0.1, max_refine=1),
+    )
+    found.z.square().sum().backward()
+    exact = 2 * found.z.detach() @ torch.linalg.inv(torch.eye(8, dtype=torch.float64) - spread)
+    error = (c.grad - exact).norm() / exact.norm()
+    assert found.backward.batch_error > 0.3 * error

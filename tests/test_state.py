@@ -377,3 +377,13 @@ def test_autocast_is_as_before_after_an_error(device):
             gdeq.fixed_point(lambda z: 1 / 0, torch.zeros(2, 3, device=device))
         assert torch.is_autocast_enabled(device.type)
     assert not torch.is_autocast_enabled(device.type)
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, type("Mine", (dict,), {})])
+def test_dicts_of_all_kinds(kind):
+    found = gdeq.solve(
+        lambda z: kind(b=0.5 * z["a"], a=0.25 * z["b"] + 1),
+        kind(a=torch.zeros(2, 3), b=torch.zeros(2, 3)),
+    )
+    assert found.converged.all()
+    torch.testing.assert_close(found.z["a"], torch.full((2, 3), 8 / 7))

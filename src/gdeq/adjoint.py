@@ -54,9 +54,10 @@ class Link:
         if self.awaits_product:
             assert self.adjoint is not None
             record = self.found.solution.record
-            record.measured(self.adjoint.residual(products))
-            if record.length is None:  # the weight of what was just measured
-                record.length = self.adjoint.length()
+            with torch.no_grad():  # a record with a graph would keep this node, and itself, alive
+                record.measured(self.adjoint.residual(products))
+                if record.length is None:  # the weight of what was just measured
+                    record.length = self.adjoint.length()
             self.forget()
         return [None for _ in products]
 
@@ -97,7 +98,7 @@ class Evaluation:
         gradient = self.link.gradient
         if not gradient.needs.inverse or solution.secants is not None:
             solution = replace(solution, inverse=None)
-        self.link.found = replace(found, solution=solution, output=None, evaluation=None)
+        self.link.found = Found(solution, space, inside=found.inside)
         given = found.output
         if given is None:
             given = space.copies(space.leaves(found.solution.z, "z", cast=False))

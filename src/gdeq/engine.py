@@ -33,6 +33,7 @@ class Found:
 
     solution: Solution
     space: StateSpace
+    vector: Tensor | None = None  # (batch, d) z, where it has more digits than the user's tensors
     inside: Tensor | None = None  # (batch, 1) where f can be given z; None: everywhere
     output: list[Tensor] | None = None  # the tensors of z for the user, if they need no copy
     evaluation: Any = None  # `gdeq.adjoint.Evaluation` at z, if it was made during the solve
@@ -57,7 +58,7 @@ class Adjoint(Protocol):
         """‖v − (I − Jᵀ)w‖/‖v‖, given Jᵀw."""
 
     def length(self) -> Tensor:  # -> (batch,)
-        """‖w‖."""
+        """‖w‖, or ‖v‖ where w is 0."""
 
 
 class Engine(Protocol):
@@ -99,8 +100,11 @@ class VectorAdjoint:
     def length(self) -> Tensor:  # -> (batch,)
         assert self.size is not None
         assert self.unit is not None
-        is_v = self.report.w is self.v
-        return (self.size if is_v else safe_norms(self.report.w)[0]) * self.unit
+        if self.report.w is self.v:
+            return self.size * self.unit
+        (length,) = safe_norms(self.report.w)
+        # A sample whose w is 0 lacks all of its gradient: it weighs as much as JFB's would.
+        return torch.where(length > 0, length, self.size) * self.unit
 
     def shortfall(self) -> Tensor:  # -> (batch, d)
         """v − w, not in units."""
@@ -118,7 +122,7 @@ class Reference:
         with torch.no_grad(), full_precision(space.device):
             found = loop.iterate(f, space.start(z0).detach(), solver, system, keep)
             inside = f.inside(found.z)
-        return Found(self.solution(found, space.unpack(found.z), f), space, inside)
+        return Found(self.solution(found, space.unpack(found.z), f), space, found.z, inside)
 
     def solution(self, found: loop.Iterates, z: State, f: StateMap) -> Solution:
         """The outcome of a loop in the user's terms."""

@@ -81,14 +81,14 @@ def find(
 
 def _unrolled(f: StateMap, z0: State, solver: Solver | None, gradient: Unrolled) -> Solution:
     """Steps through autograd, from z0 or from the solution of a solve."""
-    space, found = f.space, None
+    space, found, vector = f.space, None, None
     if solver is not None:
-        found = choose(f).solve(f, z0, solver, None).solution
-        z0 = found.z
+        solved = choose(f).solve(f, z0, solver, None)
+        found, vector = solved.solution, solved.vector
         torch.clear_autocast_cache()
     judge = solver or Picard(tol=0.0, stop="whole")
     with full_precision(space.device):
-        z = space.start(z0)
+        z = space.start(z0 if found is None else found.z) if vector is None else vector
         measure = Measure(judge, System(f.precision, space.sizes), z)
         z, trace = gradient.unroll(f, z, lambda fz, z: measure(fz, z).residual(judge.stop))
         residual, parts, evals = trace[-1], None, gradient.steps

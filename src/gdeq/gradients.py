@@ -224,8 +224,10 @@ class GDEQ(Gradient):
             jfb_residual = relative(*safe_norms(product, v))
             vjps += 1
             share = dot(v, v - product) / dot(v - product, v - product)
-            share = torch.where(jfb_residual.unsqueeze(1) > 1, share.clamp(0.0, 1.0), 1.0)
-            jfb_residual = relative(*safe_norms(v - share * (v - product), v))
+            share = share.nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 1.0)
+            share = torch.where(jfb_residual.unsqueeze(1) <= 1, 1.0, share)
+            left = torch.where(share > 0, v - share * (v - product), v)  # 0 · ∞ is no number
+            jfb_residual = relative(*safe_norms(left, v))
             fell_back = ~found.converged & ~(residual <= jfb_residual)
             w = select(fell_back, share * v, w)
             residual = torch.where(fell_back, jfb_residual, residual)

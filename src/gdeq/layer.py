@@ -94,6 +94,7 @@ class DEQ(nn.Module):
 
         z0: where the solve starts.
         """
+        self.solution = None  # frees the last call's inverse before this one grows
         from_zeros = z0 is None and not hasattr(self.cell, "initial_state")
         if z0 is None:
             z0 = self._initial_state(*inputs, **options)

@@ -29,7 +29,7 @@ class Inverse:
         raise NotImplementedError
 
     def negative_matvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
-        """−B⁻¹x, for operators that can do without another pass over the vector."""
+        """−B⁻¹x; operators that get the sign at no cost override it."""
         return -self.matvec(x)
 
     def rmatvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)

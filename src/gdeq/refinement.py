@@ -74,7 +74,8 @@ def borne_out(w: Tensor, v: Tensor, r: Tensor) -> Tensor:  # (batch, d) each -> 
 
     Where A = I − Jᵀ is symmetric and positive, ‖w − w*‖² in the norm of A is about wᵀAw if that is
     large, and ‖w*‖² is w*ᵀv.  Most of wᵀAw is in directions which A shortens by ‖Aw‖²/wᵀAw; where
-    that is below one, a step by r leaves one minus it of w there.
+    that is below one, a step by r leaves one minus it of w there.  w*ᵀv is not known; wᵀv stands
+    for it.  Where wᵀAw is not positive nothing is tested, and w passes.
     """
     image = v - r
     energy = dot(w, image)

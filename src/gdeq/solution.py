@@ -101,7 +101,7 @@ class BackwardRecord:
     tolerance: float | None = None
     error: Tensor | None = None  # (batch,)
     floor: Tensor | None = None  # (batch,)
-    length: Tensor | None = None  # (batch,) ‖w‖, where error or residual are known
+    length: Tensor | None = None  # (batch,) ‖w‖ (‖v‖ where w is 0), if error or residual are known
     done: bool = False
 
     def write(self, gradient: object, found: Cotangent) -> None:
@@ -122,6 +122,8 @@ class BackwardRecord:
 
         A sample that was within the tolerance stays so if only rounding has moved it out.
         """
+        if self.residual is not None:  # Jᵀ0 is NaN where J is infinite
+            residual = torch.where(residual.isnan(), self.residual, residual)
         floor = torch.zeros_like(residual) if self.floor is None else self.floor
         self.residual = torch.maximum(residual, floor)
         if self.tolerance is None:

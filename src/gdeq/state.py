@@ -262,11 +262,14 @@ def _named_leaves(value: State, who: str) -> tuple[list[tuple[str, Tensor]], pyt
                 f"{path} must be a tensor or a tuple, list or dict of tensors, "
                 f"got {type(leaf).__name__}"
             )
-    return named, pytree.tree_structure(value)
+    structure = pytree.tree_structure(value)
+    if structure.num_leaves != len(named):  # PyTorch takes an instance of a subclass for a leaf
+        structure = pytree.tree_structure(_unnamed(value))
+    return named, structure
 
 
 def _unnamed(value: State) -> State:
-    """The same with named tuples as tuples, so that a place has one name in both."""
+    """The same in plain dicts and tuples, so that a place has one name in all of them."""
     if isinstance(value, dict):
         return {key: _unnamed(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):

@@ -66,7 +66,7 @@ class FastEngine(Reference):
             z, output = self._state(found, space), None
             if known.lends:
                 output = [leaf.detach() for leaf in space.leaves(z, "z", cast=False)]
-        return Found(self.solution(found, z, in_parts), space, inside, output, last)
+        return Found(self.solution(found, z, in_parts), space, found.z, inside, output, last)
 
     def _start(self, f: PartsMap, solver: Solver, gradient: Gradient | None) -> Start | None:
         """What a sweep is to do; None where it cannot stand in for the loop."""

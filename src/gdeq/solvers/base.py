@@ -31,7 +31,7 @@ class System:
     """What is known of a map beside its values."""
 
     precision: float  # spacing of the numbers that f computes with; smaller changes of g are noise
-    sizes: Sequence[int] = ()  # of the tensors that z consists of, if there are several
+    sizes: Sequence[int] = ()  # of the tensors that z consists of; () stands for one
     right: Tensor | None = None  # (batch, d) f(0), which says that f is affine
     inverse: Inverse | None = None  # an estimate of (∂f/∂z − I)⁻¹ to start from
 
