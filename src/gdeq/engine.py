@@ -205,11 +205,11 @@ def runs_fast(device: torch.device) -> bool:
         return False
     if chosen == "auto" and device.type == "cpu":
         return False
-    from gdeq.fast.kernels import available  # noqa: PLC0415 (loaded where it is used)
+    from gdeq import fast  # noqa: PLC0415 (loaded where it is used)
 
-    if chosen == "fast" and not available(device):
-        raise ValueError(f"engine 'fast' needs a GPU with Triton; the state is on {device}")
-    return available(device)
+    if chosen == "fast" and not fast.available(device):
+        raise ValueError(f"engine 'fast' needs {fast.REQUIRES}; the state is on {device}")
+    return fast.available(device)
 
 
 @contextlib.contextmanager

@@ -1,1 +1,7 @@
-"""The fast engine: what runs on a GPU.  The core knows it through `gdeq.engine.choose` alone."""
+"""The fast engine: what runs on a GPU.  The core knows it through `gdeq.engine` alone."""
+
+from gdeq.fast.kernels.device import available
+
+REQUIRES = "a GPU with Triton"
+
+__all__ = ["REQUIRES", "available"]
