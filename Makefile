@@ -27,7 +27,7 @@ unit: setup
 
 # The tests that run on a GPU, on a machine that has one.
 test-gpu: setup
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu -n 8 --dist worksteal
 
 # The small MDEQ on digits with all four gradients: a table and a page.
 demo: setup

@@ -8,6 +8,8 @@ import torch
 import gdeq
 from cells import F64, GRADIENTS, contraction
 from gdeq import GDEQ, GMRES, JFB, Anderson, Broyden, Implicit, Measured, Picard, Status, Unrolled
+from gdeq.engine import REFERENCE
+from gdeq.state import StateMap, StateSpace
 
 X = torch.zeros(2, 3)
 
@@ -147,3 +149,19 @@ def test_claims_of_unrolled_steps_are_about_the_z_that_is_returned(stop):
     assert found.converged.tolist() == (true <= 1e-2).tolist()
     assert found.converged.any()
     assert not found.converged.all()
+
+
+def test_unrolled_steps_go_on_from_all_digits_of_a_solve():
+    """A state in half precision is solved for in float32; damped steps must not round it first."""
+    c = torch.linspace(0.1, 3.0, 64).to(torch.bfloat16).unsqueeze(0)
+    f = lambda z: (0.5 * z + c).to(torch.bfloat16)  # noqa: E731
+    solver = gdeq.Picard(max_iter=3, tol=0.0, damping=0.7)
+    space = StateSpace(torch.zeros_like(c))
+    solved = REFERENCE.solve(StateMap(space, f), torch.zeros_like(c), solver, None)
+    assert not torch.equal(solved.vector, solved.solution.z.float())  # there are such digits
+    expected = solved.vector + 0.5 * (f(solved.solution.z).float() - solved.vector)
+    found = gdeq.fixed_point(f, torch.zeros_like(c), solver, gdeq.Unrolled(1, damping=0.5))
+    assert torch.equal(found.z, expected.to(torch.bfloat16))
+    rounded = solved.solution.z.float()
+    other = (rounded + 0.5 * (f(solved.solution.z).float() - rounded)).to(torch.bfloat16)
+    assert not torch.equal(found.z, other)  # the rounded start would be seen
