@@ -17,7 +17,7 @@ SOLVES = {
     for kind in (Broyden, Anderson)
     for tol in (1e-3, 1e-6)
 }
-DRAWS = [(0, torch.float64), (103, torch.float64), (102, torch.float32)]
+DRAWS = [(1000, torch.float64), (1002, torch.float64), (1000, torch.float32)]
 
 
 @cache
@@ -33,8 +33,7 @@ def errors(gradient: Gradient, solve: str) -> Tensor:
 
 
 def assert_safe(found: Tensor, of_jfb: Tensor) -> None:
-    """At most twice the larger of JFB's error and 0.5, and one per cent."""
-    assert (found <= 2.02 * of_jfb.clamp(min=0.5)).all(), found.max()
+    assert (found <= 2 * of_jfb.clamp(min=0.5)).all(), found.max()
 
 
 @pytest.mark.parametrize("solve", SOLVES)
@@ -44,6 +43,18 @@ def test_a_refined_gradient_is_not_far_worse_than_one_from_jfb(refine, solve):
     assert len(found) > 135
     assert_safe(found, of_jfb)
     assert found.median() < 0.75 * of_jfb.median()
+
+
+@pytest.mark.parametrize("solve", SOLVES)
+def test_the_record_s_error_is_rarely_half_of_the_true_one(solve):
+    ratios = []
+    for case in (solved(field, solve, *draw) for field in FIELDS for draw in DRAWS):
+        for refine in (1, 2, 4):
+            off, told = case.errors(GDEQ(refine=refine))
+            ratios.append(off / case.estimates(told))
+    ratio = torch.cat(ratios)
+    assert (ratio > 2).double().mean() < 0.003
+    assert 0.1 < ratio.median() < 1  # and it is mostly no tenfold exaggeration
 
 
 @pytest.mark.parametrize("solve", SOLVES)

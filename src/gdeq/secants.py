@@ -82,6 +82,11 @@ class Secants:
         self.y.flatten(0, 1).index_fill_(0, at, 0.0)
         self.size = _size(z, ended)
 
+    def slowest(self) -> Tensor:  # -> (batch,)
+        """The largest ‖s‖/‖y‖.  (I − J)⁻¹ is at least about so large."""
+        sizes = [torch.linalg.vector_norm(vectors, dim=2) for vectors in (self.s, self.y)]
+        return relative(*sizes).nan_to_num(0.0).amax(dim=1)
+
     def misfit(self, w: Tensor, image: Tensor) -> Tensor:  # (batch, d) twice -> (batch, places)
         """How far each secant is from the derivative at z, which has image = w − Jᵀw.
 
