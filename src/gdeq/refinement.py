@@ -56,9 +56,9 @@ def minus_identity(x: Tensor) -> LowRankInverse:  # (batch, d)
 def first_step(v: Tensor, solution: Solution) -> tuple[Tensor, Inverse]:  # (batch, d)
     """The first estimate of w, and the estimate of (Jᵀ − I)⁻¹ that it is made with.
 
-    By the last secants of the solve where they are known (`gdeq.secants`).  Where f computes in
-    half precision they are not: too much of them is rounding.  There Broyden's inverse is used for
-    the samples for which it is plausible; for the others, and after a solver without one, −I.
+    By the last secants of the solve (`gdeq.secants`).  Where f computes in half precision too much
+    of them is rounding, and none are kept: there it is by Broyden's inverse, for samples where that
+    is plausible; for the others, and after a solver without one, by −I.
     """
     if solution.secants is not None:
         inverse: Inverse = solution.secants.inverse().T
@@ -156,11 +156,13 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
 def least_combination(seen: list[Point], v: Tensor) -> Point:  # (batch, d)
     """The combination Σ cᵢwᵢ of smallest residual ‖v − Σ cᵢ(v − rᵢ)‖, and that residual.
 
-    seen: every w with its r; one that is not finite is left out.
+    seen: every w with its r; one that is not finite is left out, and of more than 16 the last are
+        taken (a larger system waits for the device, which a recorded step may not).
 
     Least squares from the best w, or 0: the ridge, which keeps the system regular where images are
     nearly parallel, can then never make the residual larger.
     """
+    seen = seen[-16:]
     points = [Point(torch.zeros_like(v), v), *seen]
     best = torch.stack([norm(r) for _, r in points]).argmin(dim=0)
     w, r = (_rows(list(vectors), best) for vectors in zip(*points, strict=True))

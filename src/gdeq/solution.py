@@ -69,13 +69,6 @@ class Cotangent:
     length: Tensor | None = None  # (batch,) ‖w‖ where it is at hand
     sensitivity: Tensor | None = None  # (batch,) how many times the residual the error may be
 
-    @property
-    def converged(self) -> Tensor | None:  # (batch,)
-        """Where the residual is within the tolerance; None without one of them."""
-        if self.residual is None or self.tolerance is None:
-            return None
-        return self.residual <= self.tolerance
-
 
 @dataclass
 class BackwardRecord:
@@ -115,10 +108,9 @@ class BackwardRecord:
         inner = getattr(gradient, "gradient", None)  # of Measured
         own = type(gradient).__name__
         self.gradient = own if inner is None else f"{own} {type(inner).__name__}"
-        self.vjps, self.fell_back, self.tolerance = found.vjps, found.fell_back, found.tolerance
+        for name in ("vjps", "fell_back", "tolerance", "error", "floor", "length", "sensitivity"):
+            setattr(self, name, getattr(found, name))
         self.residual, self.converged = None, None
-        self.error, self.length = found.error, found.length
-        self.floor, self.sensitivity = found.floor, found.sensitivity
         if found.residual is not None:
             self.measured(found.residual)
         self.done = True
