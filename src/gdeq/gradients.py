@@ -202,7 +202,11 @@ class GDEQ(Gradient):
 
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
         if not self.needs.vjp:
-            return Cotangent(forward_inverse(solution).T.negative_matvec(v), 0)
+            if solution.inverse is None:
+                raise ValueError(
+                    "the forward solver left no inverse to reuse; solve with gdeq.Broyden"
+                )
+            return Cotangent(solution.inverse.vectors.T.negative_matvec(v), 0)
         w, inverse = first_step(v, solution)
         if self.refine:
             how = Refinement(self.refine, solution.precision, secants=solution.secants)
@@ -306,12 +310,6 @@ def _solve_adjoint(
     system = System(solution.precision, right=v, inverse=inverse)
     found: Iterates = solution.engine.iterate(lambda w: v + vjp(w), w, solver, system)
     return found
-
-
-def forward_inverse(solution: Solution) -> Inverse:
-    if solution.inverse is None:
-        raise ValueError("the forward solver left no inverse to reuse; solve with gdeq.Broyden")
-    return solution.inverse.vectors
 
 
 def rounding_floor(w: Tensor, v: Tensor, precision: float) -> Tensor:  # (batch, d) -> (batch,)
