@@ -71,6 +71,16 @@ def test_a_preconditioned_solve_is_not_far_worse_than_a_plain_one(solver, solve)
     assert found.median() <= plain.median()
 
 
+@pytest.mark.parametrize("solve", SOLVES)
+def test_the_default_of_implicit_needs_the_fewest_vjps(solve):
+    assert Implicit() == Implicit(GMRES(20, 1e-6))
+    by_default, by_broyden = Implicit(), Implicit(Broyden(20, 1e-6))
+    assert errors(by_default, solve).quantile(0.9) < errors(by_broyden, solve).quantile(0.9)
+    cases = [solved(field, solve, *DRAWS[0]) for field in FIELDS]
+    spent = [sum(case.errors(g)[1].vjps for case in cases) for g in (by_default, by_broyden)]
+    assert spent[0] < spent[1]
+
+
 @pytest.mark.parametrize("field", ["Bratu, 31 points", "LASSO 40 × 40"])
 def test_plain_reuse_can_be_far_off_and_measuring_shows_it(field):
     """The paper's gradient stays what it is; its residual says where not to use it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from gdeq.refinement import Refinement, borne_out, least_combination, minus_identity, refine
@@ -126,3 +127,18 @@ def test_where_the_residual_rises_the_last_step_starts_from_the_best_combination
     best = least_combination(seen, V)
     torch.testing.assert_close(found.w, best.z + best.g)
     torch.testing.assert_close(found.error, best.g.norm(dim=1) / found.w.norm(dim=1))
+
+
+def test_sensitivity_is_that_of_the_slowest_secant():
+    """One direction in which I − J is 0.01, seen by one secant."""
+    values = torch.ones(20).double()
+    values[0] = 0.01
+    v, s = draw(5, 1, 20), torch.zeros(1, 2, 20).double()
+    s[0, 0, 0] = s[0, 1, 1] = 3.0
+    secants = Secants(s, -s * values, torch.zeros(1, 2).double(), torch.tensor([2]), torch.ones(1))
+    assert secants.slowest().item() == pytest.approx(100)
+    inverse = secants.inverse().T
+    start = inverse.negative_matvec(v)
+    how = Refinement(1, 1e-16, secants=secants)
+    found = refine(start, v, lambda w: w - values * w, inverse, how)
+    assert found.sensitivity.item() == pytest.approx(max(1.0, 100 * (v.norm() / found.w.norm())))
