@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, softplus
 
 import gdeq
+import gdeq.solution
 from problems import exact_cotangent
 
 BATCH = 2
@@ -307,6 +308,13 @@ class Solved:
         with torch.no_grad():
             found = gradient.cotangent(self.v.to(self.dtype), self._vjp, self.solution)
         return self._off(self._to_parameter(found.w)), found
+
+    def estimates(self, told: gdeq.solution.Cotangent) -> Tensor:  # -> (judged,)
+        """What the record would say of this w."""
+        v, record = self.v.to(self.dtype), gdeq.solution.BackwardRecord()
+        record.write(None, told)
+        record.measured((v + self._vjp(told.w) - told.w).norm(dim=1) / v.norm(dim=1))
+        return record.sample_error[self.judged].to(F64)
 
     def errors_of_unrolling(self, unrolled: gdeq.Unrolled) -> Tensor:  # -> (judged,)
         """Of the unrolled phantom gradient, from the z that was found."""

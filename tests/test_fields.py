@@ -17,7 +17,7 @@ SOLVES = {
     for kind in (Broyden, Anderson)
     for tol in (1e-3, 1e-6)
 }
-DRAWS = [(0, torch.float64), (103, torch.float64), (102, torch.float32)]
+DRAWS = [(1000, torch.float64), (1002, torch.float64), (1000, torch.float32)]
 
 
 @cache
@@ -33,8 +33,7 @@ def errors(gradient: Gradient, solve: str) -> Tensor:
 
 
 def assert_safe(found: Tensor, of_jfb: Tensor) -> None:
-    """At most twice the larger of JFB's error and 0.5, and one per cent."""
-    assert (found <= 2.02 * of_jfb.clamp(min=0.5)).all(), found.max()
+    assert (found <= 2 * of_jfb.clamp(min=0.5)).all(), found.max()
 
 
 @pytest.mark.parametrize("solve", SOLVES)
@@ -44,6 +43,18 @@ def test_a_refined_gradient_is_not_far_worse_than_one_from_jfb(refine, solve):
     assert len(found) > 135
     assert_safe(found, of_jfb)
     assert found.median() < 0.75 * of_jfb.median()
+
+
+@pytest.mark.parametrize("solve", SOLVES)
+def test_the_record_s_error_is_rarely_half_of_the_true_one(solve):
+    ratios = []
+    for case in (solved(field, solve, *draw) for field in FIELDS for draw in DRAWS):
+        for refine in (1, 2, 4):
+            off, told = case.errors(GDEQ(refine=refine))
+            ratios.append(off / case.estimates(told))
+    ratio = torch.cat(ratios)
+    assert (ratio > 2).double().mean() < 0.003
+    assert 0.1 < ratio.median() < 1  # and it is mostly no tenfold exaggeration
 
 
 @pytest.mark.parametrize("solve", SOLVES)
@@ -58,6 +69,16 @@ def test_a_preconditioned_solve_is_not_far_worse_than_a_plain_one(solver, solve)
     plain, found = (errors(Implicit(solver, precondition=flag), solve) for flag in (False, True))
     assert_safe(found, plain)
     assert found.median() <= plain.median()
+
+
+@pytest.mark.parametrize("solve", SOLVES)
+def test_the_default_of_implicit_needs_the_fewest_vjps(solve):
+    assert Implicit() == Implicit(GMRES(20, 1e-6))
+    by_default, by_broyden = Implicit(), Implicit(Broyden(20, 1e-6))
+    assert errors(by_default, solve).quantile(0.9) < errors(by_broyden, solve).quantile(0.9)
+    cases = [solved(field, solve, *DRAWS[0]) for field in FIELDS]
+    spent = [sum(case.errors(g)[1].vjps for case in cases) for g in (by_default, by_broyden)]
+    assert spent[0] < spent[1]
 
 
 @pytest.mark.parametrize("field", ["Bratu, 31 points", "LASSO 40 × 40"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from gdeq.refinement import Refinement, borne_out, refine
+from gdeq.refinement import Refinement, borne_out, least_combination, minus_identity, refine
 from gdeq.secants import Secants
+from gdeq.solvers.base import Point
 from problems import times
 
 
@@ -81,10 +83,62 @@ def test_a_sample_that_is_not_borne_out_goes_on_from_jfb_one_vjp_later():
     start = inverse.negative_matvec(v)
     start[1, 5:10] += 100.0
     shrunk = lambda w: w - values * w  # noqa: E731
-    for refined in (1, 2, 5):
+    for refined in (2, 5):
         found = refine(start, v, shrunk, inverse, Refinement(refined, 1e-16, secants=secants))
-        alone = refine(v, v, shrunk, secants.inverse().only(v[:, 0] > torch.inf).T,
-                       Refinement(refined - 1, 1e-16)) if refined > 1 else None  # fmt: skip
-        torch.testing.assert_close(found.w[1], v[1] if alone is None else alone.w[1])
+        alone = refine(v, v, shrunk, minus_identity(v), Refinement(refined - 1, 1e-16))
+        torch.testing.assert_close(found.w[1], alone.w[1])
         assert not torch.allclose(found.w[0], found.w[1])
-    assert refine(start, v, shrunk, inverse, Refinement(1, 1e-16, secants=secants)).error[1].isinf()
+    # With one VJP: the multiple of it that has the smallest residual, and that residual.
+    image = values * start[1]
+    share = image @ v[1] / (image @ image)
+    found = refine(start, v, shrunk, inverse, Refinement(1, 1e-16, secants=secants))
+    torch.testing.assert_close(found.w[1], share * (start[1] - image) + v[1], rtol=1e-7, atol=1e-7)
+
+
+def test_a_combination_of_smallest_residual():
+    """As least squares finds it; what is not finite, or says the same twice, changes nothing."""
+    w = draw(6, 3, 8, 20)
+    seen = [Point(each, V - times(SYSTEMS, each)) for each in (*w, w[0])]
+    seen.append(Point(w[1], torch.full_like(V, torch.inf)))
+    found = least_combination(seen, V)
+    images = torch.stack([times(SYSTEMS, each) for each in w], dim=2)  # (batch, d, 3)
+    shares = torch.linalg.lstsq(images, V.unsqueeze(2)).solution
+    expected = torch.einsum("nbd,bn->bd", w, shares.squeeze(2))
+    torch.testing.assert_close(found.z, expected, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(found.g, V - times(SYSTEMS, found.z))
+    nothing = least_combination([Point(w[0], torch.full_like(V, torch.inf))], V)
+    assert torch.equal(nothing.g, V)
+    assert not nothing.z.any()
+
+
+def test_where_the_residual_rises_the_last_step_starts_from_the_best_combination():
+    """A start that is borne out and an inverse that is bad: Broyden's step makes it worse."""
+    secants = taken(SYSTEMS)
+    inverse = secants.inverse().T
+    start = inverse.negative_matvec(V)
+    calls = []
+
+    def misleading(w):  # the second product is of another map, so that the residual rises
+        calls.append(w)
+        return vjp(w) if len(calls) == 1 else w + 5 * draw(7, 8, 20)
+
+    found = refine(start, V, misleading, inverse, Refinement(2, 1e-16, secants=secants))
+    seen = [Point(calls[0], V + vjp(start) - start), Point(calls[1], V + 5 * draw(7, 8, 20))]
+    best = least_combination(seen, V)
+    torch.testing.assert_close(found.w, best.z + best.g)
+    torch.testing.assert_close(found.error, best.g.norm(dim=1) / found.w.norm(dim=1))
+
+
+def test_sensitivity_is_that_of_the_slowest_secant():
+    """One direction in which I − J is 0.01, seen by one secant."""
+    values = torch.ones(20).double()
+    values[0] = 0.01
+    v, s = draw(5, 1, 20), torch.zeros(1, 2, 20).double()
+    s[0, 0, 0] = s[0, 1, 1] = 3.0
+    secants = Secants(s, -s * values, torch.zeros(1, 2).double(), torch.tensor([2]), torch.ones(1))
+    assert secants.slowest().item() == pytest.approx(100)
+    inverse = secants.inverse().T
+    start = inverse.negative_matvec(v)
+    how = Refinement(1, 1e-16, secants=secants)
+    found = refine(start, v, lambda w: w - values * w, inverse, how)
+    assert found.sensitivity.item() == pytest.approx(max(1.0, 100 * (v.norm() / found.w.norm())))

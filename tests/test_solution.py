@@ -228,12 +228,16 @@ def record_of(gradient, engine, device, dtype=F64, scales=(1.0, 1e-3, 10.0, 1.0)
 @pytest.mark.parametrize("engine", ["reference", "oracle"])
 @pytest.mark.parametrize("gradient", FIGURES.values(), ids=FIGURES)
 def test_the_figure_of_the_batch_by_hand(gradient, engine, device):
-    """The larger of error and residual, weighted by ‖w‖."""
+    """The larger of error and sensitivity × residual, weighted by ‖w‖."""
     record, w = record_of(gradient, engine, device)
+    residual = record.residual
+    if record.sensitivity is not None:
+        assert (record.sensitivity >= 1).all()
+        residual = record.sensitivity * residual
     torch.testing.assert_close(record.length, w.norm(dim=1), rtol=1e-6, atol=0)
     total = weights = largest = 0.0
     for i in range(4):
-        known = [x[i].item() for x in (record.error, record.residual) if x is not None]
+        known = [x[i].item() for x in (record.error, residual) if x is not None]
         weight = w[i].norm().item()
         total, weights = total + weight * max(known), weights + weight
         largest = max(largest, *known)
@@ -295,6 +299,12 @@ def test_figures_of_a_batch(error, residual, length, expected):
     record.done = True
     if len(error or ()) == 9:
         assert "error about 4.7e+01 (largest 6.0e+01)" in str(record)
+
+
+def test_a_slow_direction_makes_more_of_a_residual():
+    record = made([0.1, 0.4, INFINITY], [0.3, 0.2, 0.1], None)
+    record.sensitivity = torch.tensor([5.0, 1.5, 7.0])
+    assert record.sample_error.tolist() == pytest.approx([1.5, 0.4, 0.7])
 
 
 def test_measuring_lifts_no_sample_into_the_tolerance():

@@ -114,12 +114,10 @@ class Ledger:
         self.first_absolute, self.first_size, self.peak = absolute, size, absolute
         self.residual = self._residual()
         finite = torch.isfinite(absolute) & torch.isfinite(size)
+        within = finite & self.watch & (self.residual <= solver.tol)
         self.codes = torch.where(finite, Status.RUNNING, Status.NONFINITE_START)
-        self.active = finite
-        if self.watch:
-            within = self.residual <= solver.tol
-            self.codes = torch.where(finite & within, Status.CONVERGED, self.codes)
-            self.active = finite & ~within
+        self.codes = torch.where(within, Status.CONVERGED, self.codes)
+        self.active = finite & ~within
         self.steps = torch.zeros_like(self.codes)
         self.best_step, self.best_absolute = self.steps, claimed
         self.best_residual, self.best_parts = self.residual, self.parts
@@ -140,25 +138,23 @@ class Ledger:
 
     def note(self, step: int, good: Tensor, norms: Norms) -> Tensor:
         """Take in the iterate of a step for the ``good`` samples; says for which it is the best."""
-        on_cpu = good.device.type == "cpu"
-        all_good = on_cpu and bool(good.all())
         absolute, size, _, parts = norms
         claimed = self._claimed(norms)
         before, relative = self.relative, norms._replace(absolute=claimed).relative()
-        self.absolute = absolute if all_good else torch.where(good, absolute, self.absolute)
-        self.relative = relative if all_good else torch.where(good, relative, self.relative)
+        self.absolute = torch.where(good, absolute, self.absolute)
+        self.relative = torch.where(good, relative, self.relative)
         self.parts = _of_rows(good, parts, self.parts)
         self.residual = self._residual()
         self.steps = torch.where(self.active, step, self.steps)
-        if not all_good:
-            self.codes = torch.where(self.active & ~good, Status.NONFINITE, self.codes)
+        self.codes = torch.where(self.active & ~good, Status.NONFINITE, self.codes)
         self.active = good
         if not self.watch:
             return good
         self.peak = torch.maximum(self.peak, self.absolute)  # of a frozen sample nothing changes
         rounded = absolute < claimed if self.linear else self.relative <= self.rounding
         ends = good & (rounded | (self.residual <= self.solver.tol))
-        if not on_cpu or bool(ends.any()):  # a look is free on a CPU and mostly saves the work
+        # A look is free on a CPU, and mostly saves the work.
+        if good.device.type != "cpu" or bool(ends.any()):
             self._close(good, good & rounded, before, size)
         better = good & (claimed < self.best_absolute)
         self.best_absolute = torch.where(better, claimed, self.best_absolute)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gdeq.ledger import Ledger, Measure
 from gdeq.looking import host_may_look
-from gdeq.operators import Inverse, norm, safe_norms
+from gdeq.operators import Inverse, norm
 from gdeq.secants import Secants
 from gdeq.solution import Status
 from gdeq.solvers.base import Point, Solver, System, noise_level, select
@@ -92,19 +92,16 @@ def iterate(
             noise = noise_level(system.precision) * (norms.of_z + norms.absolute)
             secants.note(there.z - here.z, y, good & (norm(y) > noise))
         here, state = solver.learn(here, there, good, state)
-        if solver.linear_only:  # f was evaluated beside the iterate, whose norms follow from g
-            absolute, of_z = safe_norms(here.g, here.z)
-            norms = norms._replace(absolute=absolute, of_z=of_z)
+        if solver.linear_only:  # f was evaluated beside the iterate
+            norms = measure(fz, *here)
         better = ledger.note(step, good, norms)
         if ledger.watch:
             best_z = select(better, here.z, best_z)
         trace.append(ledger.residual)
 
-    z = here.z
     codes, residual, of_parts, at = ledger.finish()
     steps = ledger.steps
-    if ledger.watch:
-        z = select(at == steps, z, best_z)
+    z = select(at == steps, here.z, best_z) if ledger.watch else here.z
     if looks:
         trace = trace[: int(steps.max())] if len(steps) else []
     history = torch.stack(trace) if trace else residual.new_zeros(0, len(z))

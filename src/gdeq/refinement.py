@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gdeq.operators import Inverse, LowRankInverse, dot, norm
+from gdeq.operators import Inverse, LowRankInverse, dot, norm, relative
 from gdeq.secants import Secants
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Point, change_seen, select
@@ -39,10 +39,9 @@ class Refinement:
     amplification: float = 3.0
     # Its factor may be this many times as large as 1, or as the factor of smallest residual.
     overshoot: float = 1.5
-    # Where the last residual is ``setback`` times the smallest seen, and w would be ``growth``
-    # times as long as the w that had it, that w is the result.  Either alone says too little: a
-    # good w can have a larger residual than JFB's, and be far longer.  (After a start by secants
-    # the residual alone decides.)
+    # Without secants: where the last residual is ``setback`` times the smallest, and w would be
+    # ``growth`` times as long as the w that had it, that w is the result.  Either alone says too
+    # little: a good w can have a larger residual than JFB's, and be far longer.
     setback: float = 2.0
     growth: float = 5.0
     secants: Secants | None = None  # what the first w was made of
@@ -57,9 +56,9 @@ def minus_identity(x: Tensor) -> LowRankInverse:  # (batch, d)
 def first_step(v: Tensor, solution: Solution) -> tuple[Tensor, Inverse]:  # (batch, d)
     """The first estimate of w, and the estimate of (Jᵀ − I)⁻¹ that it is made with.
 
-    By the last secants of the solve where they are known (`gdeq.secants`).  Where f computes in
-    half precision they are not: too much of them is rounding.  There Broyden's inverse is used for
-    the samples for which it is plausible; for the others, and after a solver without one, −I.
+    By the last secants of the solve (`gdeq.secants`).  Where f computes in half precision too much
+    of them is rounding, and none are kept: there it is by Broyden's inverse, for samples where that
+    is plausible; for the others, and after a solver without one, by −I.
     """
     if solution.secants is not None:
         inverse: Inverse = solution.secants.inverse().T
@@ -84,32 +83,31 @@ def borne_out(w: Tensor, v: Tensor, r: Tensor) -> Tensor:  # (batch, d) each -> 
 
 
 def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinement) -> Cotangent:
-    """Broyden's method from 0, where the residual is v and the first step is ``w``.
+    """Broyden's method from 0, where the residual is v and the first step is ``w``: (batch, d).
 
     Updates are kept as factors I + s_{t+1}s_tᵀ/‖s_t‖² of the inverse, which follow from the steps:
     with q = −B_t⁻¹r_{t+1}, the next step is s_{t+1} = q ‖s_t‖² / (‖s_t‖² − s_tᵀq).
 
     The first VJP tests the secants that w was made of: it raises the ridge of those that do not
-    fit, and a sample whose w it does not bear out starts again from JFB's, one VJP later.
+    fit, and a sample whose w it does not bear out starts again from 0 without any.
+
+    Where the last residual is not the smallest, Broyden's model of I − Jᵀ has failed.  The last
+    step is then a plain one, w + r, from the combination of all w that has the smallest residual.
     """
     eps = torch.finfo(v.dtype).eps
-    step, r, kept = w, v, w
+    fits = good = torch.ones(len(v), dtype=torch.bool, device=v.device)
+    step, r = w, v
+    seen: list[Point] = []  # every w, and its residual
     factors: list[tuple[Tensor, Tensor, Tensor]] = []
     for count in range(1, how.times + 1):
         before, r = r, v + vjp(w) - w
-        tested = how.secants if count == 1 else None
-        if tested is not None:
+        good = good & torch.isfinite(norm(r))
+        seen.append(Point(w, select(good, r, torch.full_like(r, torch.inf))))
+        if count == 1 and how.secants is not None:
             fits = borne_out(w, v, r)
-            inverse = tested.inverse(tested.misfit(w, v - r)).T.only(fits)
-            kept, r = select(fits, w, v), select(fits, r, v)
+            inverse = how.secants.inverse(how.secants.misfit(w, v - r)).T.only(fits)
+            r = select(fits, r, v)
             step = w = select(fits, w, torch.zeros_like(w))  # from 0, −I steps to v
-        size = norm(r)  # (batch,)
-        if count == 1:
-            good, least = torch.isfinite(size), size
-        else:
-            good = good & torch.isfinite(size)
-            better = good & (size < least)
-            kept, least = select(better, w, kept), torch.where(better, size, least)
         q = inverse.negative_matvec(r)
         for s, share, after in factors:
             q = q + after * (share * dot(s, q))
@@ -124,20 +122,64 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
             change = before - r
             best = dot(before, change).abs() / dot(change, change)
             most = how.overshoot * best.nan_to_num(1.0, 1.0).clamp(min=1.0)
-            bound = how.amplification * size * (norm(w) / norm(v))
+            bound = how.amplification * norm(r) * (norm(w) / norm(v))
             share = torch.clamp(bound / norm(q), max=1.0).nan_to_num(1.0)  # 0/0: no step
             q = torch.where(share.unsqueeze(1) > 0, q, 0.0)  # it may not be finite
             longer = torch.where(sound, torch.clamp(longer, -most, most), 1.0)
             longer = longer * share.unsqueeze(1)
         after = longer * q
         factors.append((step, torch.where(sound, 1 / squared, 0.0), after))
-        if count == how.times:
-            length, moved, of_kept = norm(w + after), norm(after), norm(kept)
-            growth = how.growth if how.secants is None else 0.0
-            good = good & ((size <= how.setback * least) | (length <= growth * of_kept))
-            good = good if tested is None else good & fits
-        w, step = select(good, w + after, kept), after
+        w, step = select(good, w + after, w), after
+
+    sizes = torch.stack([norm(residual) for _, residual in seen])  # (times, batch)
+    if how.secants is None:
+        other = _rows([each for each, _ in seen], sizes.argmin(dim=0))
+        short = norm(w) <= how.growth * norm(other)
+        good = good & (short | (sizes[-1] <= how.setback * sizes.amin(dim=0)))
+        moved = torch.where(good, norm(after), 0.0)
+    else:
+        start = least_combination(seen, v)
+        other = start.z + start.g
+        good = good & (sizes[-1] <= sizes.amin(dim=0)) & (fits | (how.times > 1))
+        moved = torch.where(good, norm(after), norm(start.g))
+    w = select(good, w, other)
+    length = norm(w)
     # No step although there is a residual: nothing is known about the error.
-    known = good & (moved > 0) & (length > 0) & torch.isfinite(length)
-    error = torch.where(known, moved / length, torch.where(size == 0, 0.0, torch.inf))
-    return Cotangent(w, how.times, error=error, length=torch.where(good, length, of_kept))
+    known = (moved > 0) & (length > 0) & torch.isfinite(length)
+    error = torch.where(known, moved / length, torch.where(norm(r) == 0, 0.0, torch.inf))
+    sensitivity = None
+    if how.secants is not None:
+        sensitivity = relative(how.secants.slowest() * norm(v), length).clamp(min=1.0)
+    return Cotangent(w, how.times, error=error, length=length, sensitivity=sensitivity)
+
+
+def least_combination(seen: list[Point], v: Tensor) -> Point:  # (batch, d)
+    """The combination Σ cᵢwᵢ of smallest residual ‖v − Σ cᵢ(v − rᵢ)‖, and that residual.
+
+    seen: every w with its r; one that is not finite is left out, and of more than 16 the last are
+        taken (a larger system waits for the device, which a recorded step may not).
+
+    Least squares from the best w, or 0: the ridge, which keeps the system regular where images are
+    nearly parallel, can then never make the residual larger.
+    """
+    seen = seen[-16:]
+    points = [Point(torch.zeros_like(v), v), *seen]
+    best = torch.stack([norm(r) for _, r in points]).argmin(dim=0)
+    w, r = (_rows(list(vectors), best) for vectors in zip(*points, strict=True))
+    image = v.unsqueeze(1) - torch.stack([r for _, r in seen], dim=1)  # (batch, times, d)
+    size = torch.linalg.vector_norm(image, dim=2, keepdim=True)
+    usable = (size > 0) & torch.isfinite(size)
+    image = torch.where(usable, image / size, 0.0)
+    source = torch.where(usable, torch.stack([w for w, _ in seen], dim=1) / size, 0.0)
+    gram = torch.bmm(image, image.mT).double()
+    gram.diagonal(dim1=1, dim2=2).add_(1e-10)
+    # solve_ex does not read the device to look for errors: the ridge keeps it regular.
+    shares, _ = torch.linalg.solve_ex(gram, torch.bmm(image, r.unsqueeze(2)).double())
+    shares = shares.to(v.dtype).mT  # (batch, 1, times)
+    move, change = torch.bmm(shares, source), torch.bmm(shares, image)
+    return Point(w + move.squeeze(1), r - change.squeeze(1))
+
+
+def _rows(vectors: list[Tensor], at: Tensor) -> Tensor:  # (batch, d) each, (batch,) -> (batch, d)
+    """Of each sample the vector of this number."""
+    return torch.stack(vectors, dim=1)[torch.arange(len(at), device=at.device), at]

@@ -57,30 +57,31 @@ class Secants:
         count = torch.zeros(batch, dtype=torch.long, device=z.device)
         return Secants(s, y, z.new_zeros(batch, places), count, z.new_zeros(batch))
 
+    def _place(self) -> tuple[Tensor, Tensor]:
+        """The free place of every sample, as an index."""
+        return torch.arange(len(self.s), device=self.s.device), self.count % self.s.shape[1]
+
     def note(self, s: Tensor, y: Tensor, seen: Tensor) -> None:  # (batch, d) twice, (batch,)
         """Take in one step, and keep its secant of the samples for which y is more than rounding.
 
         Of a sample that does not move s is zero.
         """
-        batch, places, _ = self.s.shape
-        at = torch.arange(batch, device=s.device) * places + self.count % places
-        self.s.flatten(0, 1).index_copy_(0, at, s)
-        self.y.flatten(0, 1).index_copy_(0, at, y)
-        length = norm(s)
+        place, length = self._place(), norm(s)
+        self.s[place], self.y[place] = s, y
         self.far += length.unsqueeze(1)
-        self.far.view(-1).index_copy_(0, at, length)
+        self.far[place] = length
         self.count = self.count + seen
 
     def close(self, z: Tensor, ended: Tensor) -> None:  # (batch, d), (batch,)
-        """At the end of the solve: clears the place that is free.
+        """Clear the free place.  ended: whether the z that is returned is the last iterate."""
+        place = self._place()
+        self.s[place], self.y[place] = 0.0, 0.0
+        self.size = torch.where(ended, norm(z), 0.0)
 
-        ended: whether the z that is returned is the last iterate.
-        """
-        batch, places, _ = self.s.shape
-        at = torch.arange(batch, device=z.device) * places + self.count % places
-        self.s.flatten(0, 1).index_fill_(0, at, 0.0)
-        self.y.flatten(0, 1).index_fill_(0, at, 0.0)
-        self.size = _size(z, ended)
+    def slowest(self) -> Tensor:  # -> (batch,)
+        """The largest ‖s‖/‖y‖.  (I − J)⁻¹ is at least about so large."""
+        sizes = [torch.linalg.vector_norm(vectors, dim=2) for vectors in (self.s, self.y)]
+        return relative(*sizes).nan_to_num(0.0).amax(dim=1)
 
     def misfit(self, w: Tensor, image: Tensor) -> Tensor:  # (batch, d) twice -> (batch, places)
         """How far each secant is from the derivative at z, which has image = w − Jᵀw.
@@ -107,7 +108,3 @@ class Secants:
         inverse, _ = torch.linalg.inv_ex(system)
         inverse = inverse * (unit.unsqueeze(1) * unit.unsqueeze(2)).double()
         return LowRankInverse(torch.bmm(inverse.to(size.dtype), self.s + self.y), self.y)
-
-
-def _size(z: Tensor, ended: Tensor) -> Tensor:  # (batch, d), (batch,) -> (batch,)
-    return torch.where(ended, norm(z), 0.0)

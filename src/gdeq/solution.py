@@ -67,13 +67,7 @@ class Cotangent:
     error: Tensor | None = None  # (batch,) an estimate of ‖w − w*‖/‖w*‖
     floor: Tensor | None = None  # (batch,) what rounding alone may make of the residual
     length: Tensor | None = None  # (batch,) ‖w‖ where it is at hand
-
-    @property
-    def converged(self) -> Tensor | None:  # (batch,)
-        """Where the residual is within the tolerance; None without one of them."""
-        if self.residual is None or self.tolerance is None:
-            return None
-        return self.residual <= self.tolerance
+    sensitivity: Tensor | None = None  # (batch,) how many times the residual the error may be
 
 
 @dataclass
@@ -82,15 +76,19 @@ class BackwardRecord:
 
     ``residual`` is ‖(I − Jᵀ)w − v‖/‖v‖ per sample, None where it was not measured; where the
     equation was solved, at least ``floor``, what rounding of Jᵀw alone may make of it.
-    ``error``, of `GDEQ` and `JFB` with ``refine``, is how far the last VJP moved w, ‖Δw‖/‖w‖: an
-    estimate of the relative error of w that costs nothing; infinite where w ran away and an
-    earlier one is used.  Either alone can be far too small; `sample_error` is the larger one,
-    `batch_error` its mean.  In a step under `gdeq.capture` they hold what the last replay left.
+    ``error``, of `GDEQ` and `JFB` with ``refine``, is how far the last step moved w, ‖Δw‖/‖w‖, at
+    no extra cost; infinite where nothing is known.  ``sensitivity``, of `GDEQ` with ``refine``, is
+    ‖v‖/‖w‖ times the largest ‖Δz‖/‖Δg‖ of the forward solve, which is about ‖(I − J)⁻¹‖: how many
+    times the residual the error of w may be.
 
-    No figure is a bound.  Over the maps of benchmarks/gradients.py, 7 % of refined gradients are
-    off by more than twice `sample_error`, at most by 9 times.  All of these are maps with a broad
-    range of slow modes, where every VJP changes w little: graph propagation (most samples),
-    Poisson–Boltzmann (half), LASSO with more unknowns than data (a quarter) and Bratu (a sixth).
+    `sample_error` estimates the relative error of w from these, and `batch_error` is its mean.
+    Neither is a bound.  Over the maps of benchmarks/gradients.py fewer than one in a thousand
+    gradients of ``GDEQ(refine=1)``, 2 and 4 are off by more than twice `sample_error`.  It is
+    far too large where f has a single slow mode, which the refinement knows well.  In half
+    precision, and for `JFB`, there is no ``sensitivity``: maps with a broad range of slow modes
+    (graph propagation, Poisson–Boltzmann, Bratu, LASSO) can then be off by ten times as much.
+
+    In a step under `gdeq.capture` the tensors hold what the last replay left.
     """
 
     gradient: str = ""
@@ -102,6 +100,7 @@ class BackwardRecord:
     error: Tensor | None = None  # (batch,)
     floor: Tensor | None = None  # (batch,)
     length: Tensor | None = None  # (batch,) ‖w‖ (‖v‖ where w is 0), if error or residual are known
+    sensitivity: Tensor | None = None  # (batch,)
     done: bool = False
 
     def write(self, gradient: object, found: Cotangent) -> None:
@@ -109,10 +108,9 @@ class BackwardRecord:
         inner = getattr(gradient, "gradient", None)  # of Measured
         own = type(gradient).__name__
         self.gradient = own if inner is None else f"{own} {type(inner).__name__}"
-        self.vjps, self.fell_back, self.tolerance = found.vjps, found.fell_back, found.tolerance
+        for name in ("vjps", "fell_back", "tolerance", "error", "floor", "length", "sensitivity"):
+            setattr(self, name, getattr(found, name))
         self.residual, self.converged = None, None
-        self.error, self.length = found.error, found.length
-        self.floor = found.floor
         if found.residual is not None:
             self.measured(found.residual)
         self.done = True
@@ -135,14 +133,13 @@ class BackwardRecord:
 
     @property
     def sample_error(self) -> Tensor | None:  # (batch,)
-        """The larger of ``error`` and ``residual``; of a sample that has one of them, that one.
-
-        An infinite error is one that is not known: the residual stands for it.
-        """
-        if self.error is None or self.residual is None:
-            return self.residual if self.error is None else self.error
-        error = torch.where(torch.isinf(self.error), self.residual, self.error)
-        return torch.maximum(error, self.residual)
+        """The larger of ``error`` and ``sensitivity`` × ``residual``, as far as they are known."""
+        if self.residual is None:
+            return self.error
+        found = self.residual if self.sensitivity is None else self.sensitivity * self.residual
+        if self.error is None:
+            return found
+        return torch.where(torch.isinf(self.error), found, torch.maximum(self.error, found))
 
     @property
     def batch_error(self) -> Tensor | None:  # ()

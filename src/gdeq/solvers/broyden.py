@@ -22,13 +22,11 @@ class BroydenState:
     v: Tensor  # (batch, places, d)
     count: Tensor  # (batch,) updates made; the newest lies at place (count − 1) mod memory
     bg: Tensor  # (batch, d) B⁻¹g at the current iterate
+    counts: list[Tensor]  # count after step 0, 1, ...
+    lengths: list[Tensor]  # ‖bg‖ after step 0, 1, ...
     memory: int
     precision: float
     base: Inverse | None
-    rows: Tensor  # (batch,) 0, 1, ...
-    counts: list[Tensor] = field(default_factory=list)  # count after step 0, 1, ...
-    lengths: list[Tensor] = field(default_factory=list)  # ‖bg‖ after step 0, 1, ...
-    in_step: bool = True  # known: every sample has made an update at every step
 
     def estimate(self) -> LowRankInverse:
         used = min(len(self.counts) - 1, self.memory)
@@ -91,17 +89,9 @@ class Broyden(Solver):
         u, v = start.z.new_zeros(2, batch, memory if self.tol == 0 else min(memory, 8), d)
         count = torch.zeros(batch, dtype=torch.long, device=u.device)
         bg = system.inverse.matvec(start.g) if system.inverse else -start.g
+        lengths = [safe_norms(bg)[0]]
         return BroydenState(
-            u=u,
-            v=v,
-            count=count,
-            bg=bg,
-            memory=memory,
-            precision=system.precision,
-            base=system.inverse,
-            rows=torch.arange(batch, device=u.device),
-            counts=[count],
-            lengths=[safe_norms(bg)[0]],
+            u, v, count, bg, [count], lengths, memory, system.precision, system.inverse
         )
 
     def propose(self, here: Point, state: BroydenState) -> Tensor:
@@ -118,17 +108,14 @@ class Broyden(Solver):
         taken = len(state.counts) - 1
         estimate = state.estimate()
         s, g = there.z - here.z, there.g
-        bg, bg_try = state.bg, estimate.matvec(g)
-        v = estimate.rmatvec(s)
+        bg, bg_try, v = state.bg, estimate.matvec(g), estimate.T.matvec(s)
 
         full = taken >= state.memory
         if not full and taken == state.u.shape[1]:
             state.grow(min(state.memory, 2 * taken))
-        # One place for all while they are in step: a plain slice instead of an index.
-        place = state.count % state.memory
-        at = (slice(None), taken % state.memory) if state.in_step else (state.rows, place)
+        at = torch.arange(len(s), device=s.device), state.count % state.memory
+        u_old, v_old = state.u[at], state.v[at]  # zeros, unless the place is used again
         if full:  # drop the oldest (zeros, for a sample that has skipped updates)
-            u_old, v_old = state.u[at], state.v[at]
             bg = bg - u_old * dot(v_old, here.g)
             bg_try = bg_try - u_old * dot(v_old, g)
             v = v - v_old * dot(u_old, s)
@@ -142,17 +129,9 @@ class Broyden(Solver):
         sound = denominator.abs().squeeze(1) > 1e3 * eps * norm(s) * norm(by)
         sound &= change_seen(here.g, there, state.precision)
         accept = accepted & sound
-        if s.device.type == "cpu" and bool(accept.all()):
-            u = (s - by) / denominator
-        else:
-            state.in_step = False
-            at = (state.rows, place)
-            mask = accept.unsqueeze(1)
-            u = (s - by) / torch.where(mask, denominator, 1.0)
-            u = torch.where(mask, u, u_old if full else 0.0)
-            v = torch.where(mask, v, v_old if full else 0.0)
-        state.u[at] = u
-        state.v[at] = v
+        u = (s - by) / torch.where(accept.unsqueeze(1), denominator, 1.0)
+        u, v = select(accept, u, u_old), select(accept, v, v_old)
+        state.u[at], state.v[at] = u, v
         state.count = state.count + accept
         state.counts.append(state.count)
         state.bg = select(accepted, torch.addcmul(bg_try, u, dot(v, g)), state.bg)
@@ -166,20 +145,16 @@ class Broyden(Solver):
         Exact while nothing was dropped.  Otherwise what the later updates displaced is lost, and
         the sample is left with the surviving updates up to ``at``.
         """
+        estimate = state.estimate()
         if at is None:
-            lengths = safe_norms(state.bg)[0]
-        else:
-            lengths = torch.stack(state.lengths).gather(0, at.unsqueeze(0)).squeeze(0)
-        estimate = replace(state.estimate(), length=lengths)
-        if at is None:
-            return estimate
-        used = estimate.u.shape[1]
-        last = state.counts[-1]
-        kept = torch.stack(state.counts).gather(0, at.unsqueeze(0)).squeeze(0)  # (batch,)
-        place = torch.arange(used, device=at.device)
+            return replace(estimate, length=safe_norms(state.bg)[0])
+        row = at.unsqueeze(0)
+        lengths, kept = (torch.stack(of).gather(0, row)[0] for of in (state.lengths, state.counts))
+        estimate, last = replace(estimate, length=lengths), state.count
+        place = torch.arange(estimate.u.shape[1], device=at.device)
         # The update at a place is the newest number below `last` that is congruent to it.
         number = last.unsqueeze(1) - 1 - (last.unsqueeze(1) - 1 - place) % state.memory
-        stale = number >= kept.unsqueeze(1)  # (batch, used)
+        stale = number >= kept.unsqueeze(1)  # (batch, places)
         if host_may_look(at.device) and not bool(stale.any()):
             return estimate
         # In place: the solve is over, and a copy would double the memory.

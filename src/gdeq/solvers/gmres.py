@@ -15,10 +15,9 @@ from gdeq.solvers.base import Point, Solver, System, advance
 
 @dataclass
 class GMRESState:
-    origin: Tensor  # (batch, d) where the directions start
-    r: Tensor  # (batch, d) the residual there
+    right: Tensor  # (batch, d) b, the residual of z = 0
     beta: Tensor  # (batch, 1) its norm
-    basis: Tensor  # (batch, places + 1, d) orthonormal, from r and the images of the directions
+    basis: Tensor  # (batch, places + 1, d) orthonormal, from b and the images of the directions
     directions: Tensor  # (batch, places, d)
     hessenberg: Tensor  # (batch, places + 1, places): A · directions = basis · hessenberg
     inverse: Inverse | None
@@ -29,38 +28,28 @@ class GMRESState:
 class GMRES(Solver):
     """Flexible GMRES (Saad 1993) without restart, per sample, for affine f only.
 
-    Solves A z = b where g(z) = f(z) − z = b − A z, that is A = I − ∂f/∂z, with one evaluation of f
-    a step, and always has the z of smallest ‖g‖ among all combinations of the directions tried.
+    Solves A z = b where g(z) = f(z) − z = b − A z, that is A = I − ∂f/∂z and b = f(0), with one
+    evaluation of f a step, and always has the z of smallest ‖g‖ among all combinations of the
+    directions tried.  The start is the first of them.
 
     An inverse estimate B⁻¹ ≈ (∂f/∂z − I)⁻¹ = −A⁻¹ preconditions from the right: directions are
     −B⁻¹q instead of q, so what is minimised and reported stays the residual of the system itself.
     They are made orthogonal to each other, which changes nothing but rounding: all may be long in
     the one direction that A shortens most, and the image of a long vector has lost its digits.
-    With ``right`` = b given, the start z is the first direction from zero, already evaluated,
-    instead of a point that the solution is stuck to: its length is then free.
     """
 
     linear_only: ClassVar[bool] = True
 
     def init(self, start: Point, system: System) -> GMRESState:
         (batch, d), right = start.z.shape, system.right
-        # A Krylov space has no more directions than the system.
-        places = min(self.max_iter, d) + (right is not None)
-        origin, r = start if right is None else (torch.zeros_like(start.z), right)
-        beta = norm(r).nan_to_num(0.0, 0.0).unsqueeze(1)  # a sample that failed spans nothing
-        basis = r.new_zeros(batch, places + 1, d)
-        basis[:, 0] = torch.where(beta > 0, r, 0.0) / torch.where(beta > 0, beta, 1.0)
-        state = GMRESState(
-            origin=origin,
-            r=r,
-            beta=beta,
-            basis=basis,
-            directions=r.new_zeros(batch, places, d),
-            hessenberg=r.new_zeros(batch, places + 1, places),
-            inverse=system.inverse,
-        )
-        if right is not None:
-            self._extend(start, torch.isfinite(norm(start.g)), state)
+        assert right is not None
+        places = min(self.max_iter, d) + 1  # a Krylov space has no more directions than the system
+        beta = norm(right).nan_to_num(0.0, 0.0).unsqueeze(1)  # a sample that failed spans nothing
+        basis, directions = right.new_zeros(batch, places + 1, d), right.new_zeros(batch, places, d)
+        basis[:, 0] = torch.where(beta > 0, right, 0.0) / torch.where(beta > 0, beta, 1.0)
+        hessenberg = right.new_zeros(batch, places + 1, places)
+        state = GMRESState(right, beta, basis, directions, hessenberg, system.inverse)
+        self._extend(start, torch.isfinite(norm(start.g)), state)
         return state
 
     def propose(self, here: Point, state: GMRESState) -> Tensor:
@@ -75,8 +64,8 @@ class GMRES(Solver):
                 p = p - torch.bmm(torch.bmm(p.unsqueeze(1), known.mT), known).squeeze(1)
             length = norm(p).unsqueeze(1)
             p = torch.where(length > 0, p / length, q)
-        # A probe, not an iterate; as long as r, so that subtracting from r loses no digits.
-        return state.origin + state.beta * p
+        # A probe, not an iterate; as long as b, so that subtracting from b loses no digits.
+        return state.beta * p
 
     def learn(
         self, here: Point, there: Point, accepted: Tensor, state: GMRESState
@@ -87,10 +76,10 @@ class GMRES(Solver):
         return advance(accepted, here, self.minimise(state)), state
 
     def _extend(self, there: Point, accepted: Tensor, state: GMRESState) -> None:
-        """Take in one more direction, z − origin, whose image under A is r − g."""
+        """Take in one more direction, z, whose image under A is b − g."""
         j, mask = state.step, accepted.unsqueeze(1)
-        state.directions[:, j] = torch.where(mask, there.z - state.origin, 0.0)
-        image = torch.where(mask, state.r - there.g, 0.0)
+        state.directions[:, j] = torch.where(mask, there.z, 0.0)
+        image = torch.where(mask, state.right - there.g, 0.0)
         size = norm(image)
         known = state.basis[:, : j + 1]
         for _ in range(2):  # Gram-Schmidt twice is enough to keep the basis orthogonal
@@ -104,23 +93,21 @@ class GMRES(Solver):
         state.step = j + 1
 
     def minimise(self, state: GMRESState) -> Point:
-        """The z of smallest ‖g‖ among origin + all combinations of the directions."""
+        """The z of smallest ‖g‖ among all combinations of the directions."""
         j = state.step
-        if j == 0:
-            return Point(state.origin, state.r)
         # y = argmin ‖β e_1 − H y‖ by QR, in float64: it is tiny.
         h = state.hessenberg[:, : j + 1, :j].double()
         target = torch.zeros_like(h[:, :, :1])
         target[:, 0] = state.beta.double()
         q, triangle = torch.linalg.qr(h)
         diagonal = triangle.diagonal(dim1=1, dim2=2)  # (batch, j)
-        floor = torch.finfo(state.r.dtype).eps * diagonal.abs().amax(dim=1, keepdim=True)
+        floor = torch.finfo(state.right.dtype).eps * diagonal.abs().amax(dim=1, keepdim=True)
         dead = (diagonal.abs() <= floor).unsqueeze(2)  # a direction without an image of its own
         regular = triangle + torch.diag_embed(dead.squeeze(2).to(h.dtype))
         y = torch.linalg.solve_triangular(
             regular, torch.where(dead, 0.0, q.transpose(1, 2) @ target), upper=True
         )
-        left = (target - h @ y).to(state.r.dtype)  # (batch, j + 1, 1)
+        left = (target - h @ y).to(state.right.dtype)  # (batch, j + 1, 1)
         move = torch.bmm(y.to(left.dtype).transpose(1, 2), state.directions[:, :j]).squeeze(1)
         g = torch.bmm(left.transpose(1, 2), state.basis[:, : j + 1]).squeeze(1)
-        return Point(state.origin + move, g)
+        return Point(move, g)
