@@ -307,6 +307,6 @@ def test_weight_norm_of_what_is_not_there_names_what_is():
     cell.blocks = nn.Sequential(nn.Tanh(), nn.Conv1d(2, 2, 1))
     with pytest.raises(ValueError, match="Module has no tensor 'weight'") as error:
         gdeq.weight_norm(cell)
-    assert str(error.value).endswith("pass a layer that has one: module.inner, module.blocks[1]")
+    assert str(error.value).endswith("module.inner, module.blocks[1], or use gdeq.apply_norm(module) for all")
     with pytest.raises(ValueError, match=r"to normalise$"):
         gdeq.weight_norm(nn.Tanh())

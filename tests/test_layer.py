@@ -233,7 +233,8 @@ SHAPELESS = {
     "scalar": ((torch.tensor(1.0),), {}, "initial_state"),
     "dict": (({"x": 1},), {}, "x must be a tensor to start as zeros like it, got dict"),
     "none": ((None,), {}, "got NoneType"),
-    "named": ((), {"x": torch.zeros(2, 3)}, r"pass x by position, deq\(x\)"),
+    "named": ((), {"x": "none"}, "got str"),
+    "mixed": (((torch.zeros(2, 3), 1),), {}, "got tuple"),
 }
 
 
@@ -275,10 +276,10 @@ class Unsteady(Cell):
         self.part = part
 
     def forward(self, z, x):
-        made = self.part(super().forward(z, x))
-        return (
-            made[0] if isinstance(made, tuple) else made
-        )  # a recurrent layer returns its state too
+        made = super().forward(z, x)
+        if isinstance(self.part, nn.LSTM):  # over a sequence of one; it returns its state too
+            return self.part(made.unsqueeze(0))[0].squeeze(0)
+        return self.part(made)
 
 
 UNSTEADY = {
@@ -286,7 +287,7 @@ UNSTEADY = {
         nn.Dropout(0.5),
         r"Dropout \(part\) draws a new mask at every evaluation: use gdeq.VariationalDropout",
     ),
-    "Alpha": (nn.AlphaDropout(0.5), r"AlphaDropout \(part\) .* gdeq.VariationalDropout"),
+    "Alpha": (nn.AlphaDropout(0.5), r"AlphaDropout \(part\) draws .* gdeq.VariationalDropout"),
     "BatchNorm": (nn.BatchNorm1d(4).to(F64), r"BatchNorm1d \(part\) mixes .* nn.GroupNorm"),
     "LSTM": (nn.LSTM(4, 4, 2, dropout=0.5).to(F64), r"LSTM \(part\) .* set its dropout to 0"),
     "both": (
