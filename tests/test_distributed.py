@@ -94,6 +94,33 @@ def one_process(rank, name, form):
     return gradients(model), model.deq.solution.steps
 
 
+# --- a cell that is sharded on its own ------------------------------------------------------------
+
+# Without a common end the processes would call f, and its VJPs, a different number of times.
+SHARDED = {
+    "tolerance": (SOLVER, gdeq.GDEQ(refine=1)),
+    "Implicit": (SOLVER, gdeq.Implicit(gdeq.Broyden(max_iter=40, tol=1e-12))),
+    "GMRES": (gdeq.Anderson(max_iter=40, tol=1e-9), gdeq.Implicit(double_backward=False)),
+    "GDEQ-tolerance": (SOLVER, gdeq.GDEQ(tolerance=1e-8, max_refine=20)),
+    "line search": (gdeq.Broyden(max_iter=40, tol=1e-3, line_search=2), gdeq.JFB()),
+}
+
+
+def sharded(rank, name):
+    """Gradients and steps of one process whose cell is sharded by `fully_shard`."""
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 (only in the processes)
+
+    model, x, y = build("GDEQ", "once")
+    model.deq.solver, model.deq.gradient = SHARDED[name]
+    fully_shard(model.deq.cell)
+    rows = slice(3 * rank, 3 * rank + 3)
+    for _ in range(2):  # the gradients of the second are those that count
+        model.zero_grad()
+        loss_of(model, x[rows], y[rows]).backward()
+    found = {key: g.full_tensor() for key, g in gradients(model).items() if "cell" in key}
+    return found, model.deq.solution.steps
+
+
 def work(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -103,7 +130,9 @@ def work(rank, folder):
         world_size=PROCESSES,
         timeout=datetime.timedelta(seconds=60),
     )
-    torch.save({case: one_process(rank, *case) for case in CASES}, f"{folder}/{rank}.pt")
+    found = {case: one_process(rank, *case) for case in CASES}
+    found |= {("sharded", name): sharded(rank, name) for name in SHARDED}
+    torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()  # no one leaves while another still talks
     dist.destroy_process_group()
 
@@ -145,3 +174,19 @@ def test_two_processes_give_the_gradients_of_one(results, name, form):
 def test_the_processes_did_different_work(results):
     first, second = (results[rank]["GDEQ", "once"][1] for rank in range(PROCESSES))
     assert first.sum() > second.sum()
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="this build of PyTorch has no distributed")
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_sharded_cell_ends_its_solves_together(results, name):
+    model, x, y = build("GDEQ", "once")
+    model.deq.solver, model.deq.gradient = SHARDED[name]
+    loss_of(model, x, y).backward()
+    for rank in range(PROCESSES):
+        found, _ = results[rank]["sharded", name]
+        assert len(found) == 2
+        for key, gradient in found.items():
+            expected = gradients(model)[key]
+            torch.testing.assert_close(gradient, expected, rtol=1e-7, atol=1e-9)
+    first, second = (results[rank]["sharded", name][1] for rank in range(PROCESSES))
+    assert first.sum() > second.sum()  # the samples of one are done before those of the other

@@ -101,6 +101,23 @@ def test_dropout_probability_is_checked(p):
         gdeq.VariationalDropout(p)
 
 
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({"shared": 1}, (3, 1, 5, 4)),
+        ({"shared": (0, -1)}, (1, 8, 5, 1)),
+        ({"channelwise": True, "shared": 0}, (1, 8, 1, 1)),
+    ],
+)
+def test_masks_that_dimensions_share(device, options, shape):
+    drop, ones = gdeq.VariationalDropout(0.5, **options), torch.ones(3, 8, 5, 4, device=device)
+    out = drop(ones)
+    index = tuple(slice(size) for size in shape)
+    assert torch.equal(out, out[index].expand_as(out))
+    assert 0 < (out[index] == 0).sum() < out[index].numel()
+    assert "shared" in repr(drop)
+
+
 # --- hold ----------------------------------------------------------------------------------------
 
 
@@ -112,6 +129,34 @@ def test_hold_by_hand_around_fixed_point(device):
     assert cell.took_one_mask()
     with gdeq.hold(lambda z: z):  # of a function there is nothing to hold
         pass
+
+
+def test_dropout_in_a_function_is_held(device):
+    drop, x, seen = gdeq.VariationalDropout(0.5), data(device, 3, 8), []
+
+    def cell(z, x):
+        seen.append(drop(torch.ones_like(z)))
+        return 0.4 * drop(torch.tanh(z + x)) + x
+
+    gdeq.DEQ(cell, SOLVER)(x)
+    assert all(torch.equal(mask, seen[0]) for mask in seen)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_a_hold_that_was_opened_without_autograd(device, mode):
+    """The normalised weight has gradients all the same, and the mask is the same."""
+    cell = Normalised().to(device)
+    cell.drop = gdeq.VariationalDropout(0.5)
+    deq = gdeq.DEQ(lambda z, x: cell.drop(cell(z, x)), SOLVER, EXACT)
+    x = data(device, 3, 4)
+    with mode(), gdeq.hold(cell):
+        before = cell.drop(torch.ones_like(x))
+        cell(x, x)  # a weight without a graph
+        with torch.enable_grad():
+            deq(x).sum().backward()
+        assert torch.equal(cell.drop(torch.ones_like(x)), before)
+    for p in cell.inner.parametrizations.parameters():
+        assert p.grad.abs().sum() > 0
 
 
 def test_nested_holds_keep_one_value_until_the_outer_ends(device):
@@ -307,6 +352,119 @@ def test_weight_norm_of_what_is_not_there_names_what_is():
     cell.blocks = nn.Sequential(nn.Tanh(), nn.Conv1d(2, 2, 1))
     with pytest.raises(ValueError, match="Module has no tensor 'weight'") as error:
         gdeq.weight_norm(cell)
-    assert str(error.value).endswith("pass a layer that has one: module.inner, module.blocks[1]")
+    assert str(error.value).endswith(
+        "module.inner, module.blocks[1], or use gdeq.apply_norm(module) for all"
+    )
     with pytest.raises(ValueError, match=r"to normalise$"):
         gdeq.weight_norm(nn.Tanh())
+
+
+# --- whole modules --------------------------------------------------------------------------------
+
+
+def block():
+    return nn.Sequential(
+        nn.Conv1d(4, 4, 1), nn.Tanh(), nn.Sequential(nn.Linear(6, 6)), nn.LayerNorm(6)
+    )
+
+
+@pytest.mark.parametrize("norm", [gdeq.weight_norm, gdeq.spectral_norm])
+def test_norms_of_a_module_are_applied_and_removed(norm):
+    module, x = block(), torch.randn(2, 4, 6)
+    names = set(module.state_dict())
+    plain = module(x)
+    assert gdeq.apply_norm(module, norm, lambda path, layer: path != "0") == ["2.0"]
+    assert gdeq.apply_norm(module, norm) == ["0"]
+    module.eval()
+    normalised = module(x)
+    if norm is gdeq.weight_norm:
+        torch.testing.assert_close(normalised, plain)
+    assert gdeq.remove_norm(module, lambda path, layer: path == "0") == ["0.weight"]
+    assert gdeq.remove_norm(module) == ["2.0.weight"]
+    assert set(module.state_dict()) == names
+    torch.testing.assert_close(module(x), normalised)
+
+
+def test_spectral_norm_holds_still_and_bounds_the_weight(device):
+    cell = Normalised(lambda layer: gdeq.spectral_norm(gdeq.weight_norm(layer), bound=0.6))
+    linear = gdeq.spectral_norm(nn.Linear(4, 4, dtype=F64), bound=0.6).to(device)
+    cell.inner = linear
+    with torch.no_grad():
+        linear.parametrizations.weight.original.mul_(5.0).add_(torch.randn(4, 4, device=device))
+    deq, x = gdeq.DEQ(cell.to(device), SOLVER, EXACT), data(device, 3, 4).requires_grad_()
+    vectors = linear.parametrizations.weight[0]
+    for _ in range(60):
+        before = vectors._u.clone()
+        cell.weights.clear()
+        z = deq(x)
+        assert all(weight is cell.weights[0] for weight in cell.weights)
+    assert not torch.equal(before, vectors._u) or torch.allclose(before, vectors._u)
+    torch.testing.assert_close(torch.linalg.matrix_norm(cell.weights[0], 2).item(), 0.6)
+    assert deq.solution.converged.all()
+    found = torch.autograd.grad(z.square().sum(), [x, linear.parametrizations.weight.original])
+    raw = linear.parametrizations.weight.original.detach().requires_grad_()
+    u, v = vectors._u.clone(), vectors._v.clone()
+
+    def explicit(z, x):
+        weight = 0.6 * raw / torch.vdot(u, torch.mv(raw, v))
+        return torch.tanh(z @ weight.T + linear.bias + x)
+
+    out = gdeq.DEQ(explicit, SOLVER, EXACT)(x)
+    assert_same(found, torch.autograd.grad(out.square().sum(), [x, raw]), rtol=1e-9, atol=1e-10)
+
+
+def test_spectral_norm_has_pytorchs_state_dict():
+    ours, theirs = (
+        gdeq.spectral_norm(nn.Linear(4, 4)),
+        parametrizations.spectral_norm(nn.Linear(4, 4)),
+    )
+    ours.load_state_dict(theirs.state_dict())
+    torch.testing.assert_close(ours.eval().weight, theirs.eval().weight)
+    assert torch.equal(copy.deepcopy(ours).weight, ours.weight)
+
+
+class Unsteady(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drops = nn.ModuleList([nn.Dropout(0.2), nn.Dropout2d(0.3), nn.Dropout(0.2).eval()])
+        self.norm = nn.BatchNorm2d(16)
+        self.old = nn.utils.spectral_norm(nn.Conv2d(16, 16, 1))
+        self.new = parametrizations.spectral_norm(nn.Conv2d(16, 16, 1))
+
+    def forward(self, z, x):
+        for part in (*self.drops, self.old, self.new, self.norm):
+            z = part(z)
+        return torch.tanh(0.3 * z + x)
+
+
+def test_steady_replaces_what_changes(device):
+    cell = Unsteady()
+    cell.norm.weight.data.uniform_(0.5, 1.5)
+    weight = cell.norm.weight
+    done = gdeq.steady(cell)
+    for line in (
+        "drops.0: Dropout(p=0.2, inplace=False) became "
+        "VariationalDropout(p=0.2, channelwise=False)",
+        "drops.1: Dropout2d(p=0.3, inplace=False) became "
+        "VariationalDropout(p=0.3, channelwise=True)",
+        "old.weight: spectral norm, once a solve",
+        "new.weight: parametrized, once a solve",
+    ):
+        assert line in done
+    assert any("norm: BatchNorm2d" in line and "became GroupNorm(2, 16" in line for line in done)
+    assert cell.norm.weight is weight
+    assert not cell.drops[2].training
+    assert len(done) == 6
+    x = torch.randn(3, 16, 5, 5, device=device)
+    deq = gdeq.DEQ(cell.to(device), gdeq.Broyden(max_iter=40, tol=1e-5))
+    deq(x)  # without a warning
+    assert deq.solution.converged.all()
+    assert gdeq.steady(cell) == []
+
+
+def test_steady_says_what_it_cannot_replace():
+    cell = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1)
+    done = gdeq.steady(cell)
+    assert done[-1].startswith("left MultiheadAttention (self_attn) draws")
+    assert done[-1].endswith("set its dropout to 0")
+    assert len(done) == 4

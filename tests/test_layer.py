@@ -4,13 +4,15 @@ import copy
 import io
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import gdeq
-from cells import EXACT, F64, Cell, assert_same, data, every_gradient, layer
+from cells import EXACT, F64, SOLVER, Cell, assert_same, data, every_gradient, layer
 from gdeq import GDEQ, JFB, Broyden, Picard, Unrolled, UnsteadyCellWarning
 
 
@@ -218,6 +220,123 @@ def test_between_other_layers(device):
     assert (linear[0].weight.grad == 0).all()
 
 
+# --- one system, two uses, threads ----------------------------------------------------------------
+
+
+def propagate(z, x):
+    """A graph of five nodes in a circle."""
+    return torch.tanh(0.3 * (z.roll(1, -2) + z.roll(-1, -2)) + x)
+
+
+@every_gradient
+def test_one_system_without_a_batch(device, gradient):
+    x = data(device, 5, 4).requires_grad_()
+    one = gdeq.DEQ(propagate, SOLVER, gradient, batched=False)
+    batch = gdeq.DEQ(propagate, SOLVER, gradient)
+    z, expected = one(x), batch(x[None])
+    assert z.shape == one.solution.z.shape == (5, 4)
+    assert torch.equal(z[None], expected)
+    weights = data(device, 5, 4)
+    found = [torch.autograd.grad((out * weights).sum(), x)[0] for out in (z, expected)]
+    assert torch.equal(*found)
+    text = str(one.solution)
+    for figure in ("steps", "residual", "error"):
+        ours, theirs = getattr(one.solution, figure), getattr(batch.solution, figure)
+        assert ours is theirs is None or torch.equal(ours, theirs)
+    assert text.startswith("one system, ")
+    assert "sample" not in text
+    with torch.no_grad():
+        assert torch.equal(one(x), z)
+    torch.relu_(one(x)).sum().backward()  # in place, as nn.ReLU(inplace=True) after a layer
+
+
+def test_one_system_of_several_tensors_and_of_one_number(device):
+    def cell(z, x):
+        nodes, mean = z
+        return torch.tanh(0.3 * nodes + mean + x), 0.5 * torch.sin(nodes.mean())
+
+    x = data(device, 5, 4)
+    start = torch.zeros_like(x), torch.zeros((), dtype=F64, device=device)
+    deq = gdeq.DEQ(cell, SOLVER, batched=False)
+    nodes, mean = deq(x, z0=start)
+    assert mean.shape == ()
+    assert_same((nodes, mean), cell((nodes, mean), x), rtol=1e-10, atol=1e-11)
+    root = gdeq.DEQ(lambda z, a: 0.5 * (z + a / (1 + z)), SOLVER, batched=False)
+    assert root(torch.tensor(2.0, dtype=F64)).shape == ()
+    with pytest.raises(TypeError, match="batched must be True or False"):
+        gdeq.DEQ(cell, batched=1)
+
+
+def test_a_solver_for_training_one_for_evaluation_and_one_for_a_call(device):
+    many = Broyden(max_iter=40, tol=1e-10)
+    deq = gdeq.DEQ(Cell().to(device), Picard(2, 0.0), gdeq.Implicit(), eval_solver=many)
+    x = data(device, 3, 4)
+
+    def evals(**options):
+        deq(x, **options)
+        return deq.solution.evals
+
+    assert evals() == 3
+    assert evals(solver=many) > 5
+    assert evals() == 3
+    deq.eval()
+    assert evals() > 5
+    assert evals(solver=Picard(4, 0.0), gradient=JFB()) == 5
+    deq.eval_solver = None
+    assert evals() == 3
+    with pytest.raises(TypeError, match="solver must be a solver"):
+        gdeq.DEQ(Cell(), eval_solver=3)
+    # Where no gradient is computed, any solver goes with any gradient.
+    reuse = gdeq.DEQ(Cell().to(device), gradient=GDEQ(), eval_solver=Picard()).eval()
+    with torch.no_grad():
+        reuse(x)
+    with pytest.raises(ValueError, match="GDEQ reuses the inverse"):
+        reuse(x)
+
+
+def test_named_and_nested_inputs_start_a_solve(device):
+    a, b = data(device, 2, 3), data(device, 2, 5)
+    assert torch.equal(*(gdeq.DEQ(lambda z, x: 0.5 * z + x)(**x) for x in ({"x": a}, {"x": a})))
+    z = gdeq.DEQ(lambda z, shift=1.0, x=None: 0.5 * z + x)(shift=2.0, x=a)
+    torch.testing.assert_close(z, 2 * a, rtol=1e-6, atol=1e-6)
+    for x in ((a, b), {"a": a, "b": b}, [a, (b, a)]):
+        z = gdeq.DEQ(lambda z, x: pytree.tree_map(lambda z, x: 0.5 * z + x, z, x))(x)
+        found, expected = pytree.tree_leaves(z), [2 * leaf for leaf in pytree.tree_leaves(x)]
+        assert_same(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_start_of_zeros_and_noise(device):
+    zeros = torch.zeros(400, 3, device=device), torch.zeros(400, 2, 2, device=device)
+    first, second = gdeq.mixed_start(zeros, share=0.25, scale=2.0)
+    noisy = first.abs().sum(1) > 0
+    assert torch.equal(noisy, second.flatten(1).abs().sum(1) > 0)
+    assert 60 < noisy.sum() < 140
+    assert second[noisy].std().item() == pytest.approx(2.0, rel=0.15)
+
+
+def test_threads_have_records_and_masks_of_their_own():
+    """Eight threads with batches of eight sizes through one layer."""
+    cell = nn.Sequential(gdeq.weight_norm(nn.Linear(4, 4)), gdeq.VariationalDropout(0.5))
+    deq = gdeq.DEQ(lambda z, x: torch.tanh(0.5 * cell(z) + x), Broyden(max_iter=8, tol=1e-4))
+    deq(torch.randn(3, 4))
+
+    def work(size):
+        for _ in range(20):
+            with torch.set_grad_enabled(size % 2 == 0):
+                z = deq(torch.randn(size, 4))
+            assert deq.solution.z.shape == (size, 4)
+            assert torch.equal(deq.solution.z, z)
+            if size % 2 == 0:
+                norms = cell[0].parametrizations.weight
+                found = torch.autograd.grad(z.sum(), [norms.original0, norms.original1])
+                assert all(gradient.abs().sum() > 0 for gradient in found)
+        return size
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(1, 9))) == list(range(1, 9))
+    assert deq.solution.z.shape == (3, 4)
+
+
 # --- what is wrong with a cell --------------------------------------------------------------------
 
 
@@ -233,7 +352,8 @@ SHAPELESS = {
     "scalar": ((torch.tensor(1.0),), {}, "initial_state"),
     "dict": (({"x": 1},), {}, "x must be a tensor to start as zeros like it, got dict"),
     "none": ((None,), {}, "got NoneType"),
-    "named": ((), {"x": torch.zeros(2, 3)}, r"pass x by position, deq\(x\)"),
+    "named": ((), {"x": "none"}, "got str"),
+    "mixed": (((torch.zeros(2, 3), 1),), {}, "got tuple"),
 }
 
 
@@ -275,10 +395,10 @@ class Unsteady(Cell):
         self.part = part
 
     def forward(self, z, x):
-        made = self.part(super().forward(z, x))
-        return (
-            made[0] if isinstance(made, tuple) else made
-        )  # a recurrent layer returns its state too
+        made = super().forward(z, x)
+        if isinstance(self.part, nn.LSTM):  # over a sequence of one; it returns its state too
+            return self.part(made.unsqueeze(0))[0].squeeze(0)
+        return self.part(made)
 
 
 UNSTEADY = {
@@ -286,7 +406,7 @@ UNSTEADY = {
         nn.Dropout(0.5),
         r"Dropout \(part\) draws a new mask at every evaluation: use gdeq.VariationalDropout",
     ),
-    "Alpha": (nn.AlphaDropout(0.5), r"AlphaDropout \(part\) .* gdeq.VariationalDropout"),
+    "Alpha": (nn.AlphaDropout(0.5), r"AlphaDropout \(part\) draws .* gdeq.VariationalDropout"),
     "BatchNorm": (nn.BatchNorm1d(4).to(F64), r"BatchNorm1d \(part\) mixes .* nn.GroupNorm"),
     "LSTM": (nn.LSTM(4, 4, 2, dropout=0.5).to(F64), r"LSTM \(part\) .* set its dropout to 0"),
     "both": (

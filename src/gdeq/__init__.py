@@ -2,14 +2,23 @@
 
 from typing import Any
 
+from gdeq.checks import ConvergenceWarning, CoupledSamplesWarning, UnsteadyCellWarning
 from gdeq.fixed_point import fixed_point, solve
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured, Unrolled
-from gdeq.holding import VariationalDropout, hold, weight_norm
-from gdeq.layer import DEQ, UnsteadyCellWarning
+from gdeq.holding import (
+    VariationalDropout,
+    apply_norm,
+    hold,
+    remove_norm,
+    spectral_norm,
+    weight_norm,
+)
+from gdeq.layer import DEQ, mixed_start
 from gdeq.regularize import jacobian_penalty, residual_penalty, spectral_radius
 from gdeq.solution import BackwardRecord, Solution, Status
 from gdeq.solvers import GMRES, Anderson, Broyden, Picard, Solver
 from gdeq.state import StateError
+from gdeq.steady import steady
 
 __version__ = "0.1.0"
 
@@ -23,6 +32,8 @@ __all__ = [
     "BackwardRecord",
     "Broyden",
     "CaptureWarning",
+    "ConvergenceWarning",
+    "CoupledSamplesWarning",
     "Gradient",
     "Implicit",
     "Measured",
@@ -34,13 +45,18 @@ __all__ = [
     "Unrolled",
     "UnsteadyCellWarning",
     "VariationalDropout",
+    "apply_norm",
     "capture",
     "fixed_point",
     "hold",
     "jacobian_penalty",
+    "mixed_start",
+    "remove_norm",
     "residual_penalty",
     "solve",
+    "spectral_norm",
     "spectral_radius",
+    "steady",
     "weight_norm",
 ]
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gdeq import loop
 from gdeq.gradients import Gradient
+from gdeq.looking import together
 from gdeq.operators import StateInverse, relative, safe_norms
 from gdeq.options import describe
 from gdeq.solution import Cotangent, Solution
@@ -174,6 +175,24 @@ class Reference:
         return safe_norms(v - w + product)[0]
 
 
+class Together(Reference):
+    """For an f that processes evaluate together, as a cell that is sharded over them: a solve ends
+    on all of them at the same step, in the backward pass too."""
+
+    def __init__(self, groups: tuple[Any, ...]) -> None:
+        self.groups = groups
+
+    def solve(self, f: StateMap, z0: State, solver: Solver, gradient: Gradient | None) -> Found:
+        with together(self.groups):
+            return super().solve(f, z0, solver, gradient)
+
+    def adjoint(
+        self, gradient: Gradient, v: Sequence[Tensor], vjp: TensorVJP, found: Found
+    ) -> Adjoint:
+        with together(self.groups):
+            return super().adjoint(gradient, v, vjp, found)
+
+
 def _checked(engine: str | Engine, who: str) -> str | Engine:
     if isinstance(engine, str) and engine not in ("auto", "fast", "reference"):
         raise ValueError(f"{who} must be 'auto', 'fast' or 'reference', got {engine!r}")
@@ -191,6 +210,8 @@ def choose(f: StateMap) -> Engine:
     chosen = _choice[-1]
     if not isinstance(chosen, str):
         return chosen
+    if groups := getattr(f.f, "groups", ()):
+        return Together(groups)
     if not runs_fast(f.space.device):
         return REFERENCE
     from gdeq.fast.engine import FAST  # noqa: PLC0415 (loaded where it is used)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gdeq.looking import host_may_look
+from gdeq.looking import anywhere, host_may_look
 from gdeq.loop import Iterates
 from gdeq.operators import Inverse, dot, relative, safe_norms
 from gdeq.options import check_flag, check_integer, check_real, check_type, options
@@ -222,7 +222,7 @@ class GDEQ(Gradient):
         found = _solve_adjoint(v, vjp, w, solver, solution, inverse)
         w, vjps, residual = found.z, found.evals, found.residual
         fell_back = torch.zeros_like(found.converged)
-        if not (host_may_look(v.device) and bool(found.converged.all())):
+        if not host_may_look(v.device) or anywhere(~found.converged):
             # JFB's w is v, and its residual v − (I − Jᵀ)v = Jᵀv.  Where that is longer than v, so
             # that 0 were better, the multiple of v with the smallest residual is used.
             product = vjp(v)

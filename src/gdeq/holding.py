@@ -6,12 +6,31 @@ f must be one function while its fixed point is sought.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrizations, parametrize
+
+
+class _Open(threading.local):
+    """The holds that are open in this thread, the outermost first: a solve belongs to one."""
+
+    holds: tuple[_Hold, ...] = ()
+
+
+class _Hold:
+    """What is kept while one `hold` is open; modules: of whom (None: of all)."""
+
+    def __init__(self, modules: frozenset[nn.Module] | None) -> None:
+        self.modules = modules
+        self.grad = torch.is_grad_enabled()
+        self.values: dict[nn.Module, tuple[Any, bool]] = {}  # and whether made with autograd
+
+
+_open = _Open()
 
 
 class Held(nn.Module):
@@ -21,84 +40,81 @@ class Held(nn.Module):
     use.  A subclass calls ``self.held(make)``.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._depth = 0
-        self._grad = False
-        self._value: Any = None
-
-    def held(self, make: Callable[[], Any]) -> Any:
-        if self._depth == 0:
+    def held(self, make: Callable[[], Any], draws: bool = True) -> Any:
+        """draws: ``make`` draws random numbers; else it may be called again for a graph."""
+        holds = [each for each in _open.holds if each.modules is None or self in each.modules]
+        if not holds:
             return make()
-        if self._value is None:
-            # The solve runs without autograd, but what it keeps is also used with it afterwards.
-            with torch.set_grad_enabled(self._grad):
-                self._value = make()
-        return self._value
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_depth": 0, "_value": None}
+        # The solve runs without autograd, but what it keeps is also used with it afterwards.
+        grad = torch.is_grad_enabled() or any(each.grad for each in holds)
+        values = holds[0].values
+        if self not in values or (grad and not draws and not values[self][1]):
+            with torch.set_grad_enabled(grad):
+                values[self] = (make(), grad)
+        return values[self][0]
 
 
 @contextlib.contextmanager
-def hold(cell: object) -> Iterator[None]:
+def hold(cell: object = None) -> Iterator[None]:
     """While this is open, the dropout masks and normalised weights in ``cell`` do not change.
 
     `DEQ` opens it around each call.  Around `fixed_point` with an f of your own, open it yourself.
-    Nested: what an outer solve holds, an inner one does not renew.
+    Without a module (a function, or None) it is for all that are used.  Nested: what an outer solve
+    holds, an inner one does not renew.  Other threads are not affected.
     """
     owner = getattr(cell, "__self__", cell)  # of a bound method, its module
-    modules = []
+    modules = None
     if isinstance(owner, nn.Module):
-        modules = [m for m in owner.modules() if isinstance(m, Held)]
-    for module in modules:
-        if module._depth == 0:
-            module._grad = torch.is_grad_enabled()
-        module._depth += 1
+        modules = frozenset(m for m in owner.modules() if isinstance(m, Held))
+    before = _open.holds
+    _open.holds = (*before, _Hold(modules))
     try:
         yield
     finally:
-        for module in modules:
-            module._depth -= 1
-            if module._depth == 0:
-                module._value = None
+        _open.holds = before
 
 
 class VariationalDropout(Held):
     """Dropout with one mask for the whole solve: f must be one function while z is sought.
 
     channelwise: drop whole channels, ``(batch, channels, ...)``, as MDEQ does.
+    shared: dimensions along which entries are dropped together: ``shared=1`` for one mask at all
+        places of ``(batch, length, features)``, ``shared=0`` for one in all samples.
     """
 
-    def __init__(self, p: float = 0.5, channelwise: bool = False) -> None:
+    def __init__(
+        self, p: float = 0.5, channelwise: bool = False, shared: int | Sequence[int] = ()
+    ) -> None:
         super().__init__()
         if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
             raise ValueError(f"VariationalDropout.p must be at least 0 and below 1, got {p!r}")
         self.p = float(p)
         self.channelwise = channelwise
+        self.shared = (shared,) if isinstance(shared, int) else tuple(shared)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        shape = x.shape
-        if self.channelwise:
-            if x.dim() < 2:
-                raise ValueError(f"channelwise dropout needs (batch, channels, ...), got {shape}")
-            shape = x.shape[:2] + (1,) * (x.dim() - 2)
+        if self.channelwise and x.dim() < 2:
+            raise ValueError(f"channelwise dropout needs (batch, channels, ...), got {x.shape}")
+        shape = list(x.shape)
+        for dim in (*self.shared, *(range(2, x.dim()) if self.channelwise else ())):
+            shape[dim] = 1
         mask = self.held(lambda: self._draw(x, shape))
-        if mask.shape != shape:
+        if list(mask.shape) != shape:
             raise RuntimeError(
                 f"VariationalDropout was used with shape {tuple(mask.shape)} and then "
                 f"{tuple(shape)} in one solve; use one module for each place"
             )
         return x * mask.to(x.dtype)
 
-    def _draw(self, x: Tensor, shape: torch.Size) -> Tensor:
+    def _draw(self, x: Tensor, shape: list[int]) -> Tensor:
         keep = 1 - self.p
         return torch.empty(shape, device=x.device).bernoulli_(keep) / keep
 
     def extra_repr(self) -> str:
-        return f"p={self.p}, channelwise={self.channelwise}"
+        shared = f", shared={self.shared}" if self.shared else ""
+        return f"p={self.p}, channelwise={self.channelwise}{shared}"
 
 
 class _WeightNorm(Held):
@@ -109,25 +125,114 @@ class _WeightNorm(Held):
         self.dim = dim
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        return self.held(lambda: v * (g / torch.norm_except_dim(v, 2, self.dim)))
+        return self.held(lambda: v * (g / torch.norm_except_dim(v, 2, self.dim)), draws=False)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         return torch.norm_except_dim(weight, 2, self.dim), weight
+
+
+class _OncePerSolve(Held, parametrize.ParametrizationList):
+    """PyTorch's parametrizations of one tensor, computed once per solve."""
+
+    def forward(self) -> Tensor:
+        made: Tensor = self.held(super().forward, draws=False)
+        return made
+
+
+class _Times(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return self.factor * weight
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight / self.factor
 
 
 def weight_norm(module: nn.Module, name: str = "weight", dim: int = 0) -> nn.Module:
     """Weight normalisation that is computed once per solve instead of once per evaluation.
 
     Parameters are named as by `torch.nn.utils.parametrizations.weight_norm`, so state dicts are
-    exchangeable; undo with `torch.nn.utils.parametrize.remove_parametrizations`.
+    exchangeable; undo with `gdeq.remove_norm`.
     """
-    if not isinstance(getattr(module, name, None), Tensor):
-        layers = [
-            "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split("."))
-            for path, layer in module.named_modules()
-            if isinstance(getattr(layer, name, None), Tensor)
-        ]
-        hint = "; pass a layer that has one: module" + ", module".join(layers) if layers else ""
-        raise ValueError(f"{type(module).__name__} has no tensor {name!r} to normalise{hint}")
+    _check_tensor(module, name)
     parametrize.register_parametrization(module, name, _WeightNorm(dim), unsafe=True)
     return module
+
+
+def spectral_norm(
+    module: nn.Module, name: str = "weight", bound: float = 1.0, iterations: int = 1
+) -> nn.Module:
+    """Divide a weight by its largest singular value, the same value for a whole solve.
+
+    As `torch.nn.utils.parametrizations.spectral_norm`, with exchangeable state dicts; but its power
+    iteration runs once per solve in training, not once per evaluation.  Undo with
+    `gdeq.remove_norm`.
+
+    bound: the largest singular value of the result.  Below 1, f can be made a contraction.
+    """
+    _check_tensor(module, name)
+    parametrizations.spectral_norm(module, name, iterations)
+    if bound != 1:
+        parametrize.register_parametrization(module, name, _Times(bound))
+    once_per_solve(module, name)
+    return module
+
+
+def once_per_solve(module: nn.Module, name: str) -> None:
+    """From now on this parametrized tensor holds still during a solve."""
+    module.parametrizations[name].__class__ = _OncePerSolve  # type: ignore[index,union-attr]
+
+
+def apply_norm(
+    module: nn.Module,
+    norm: Callable[..., nn.Module] = weight_norm,
+    where: Callable[[str, nn.Module], bool] = lambda path, layer: True,
+    **options: Any,
+) -> list[str]:
+    """Normalise the weights of all linear and convolution layers in a module; returns their paths.
+
+    norm: `weight_norm` or `spectral_norm`; gets the options.
+    where: says for a path and its layer whether it is normalised.
+    """
+    found = []
+    for path, layer in list(module.named_modules()):
+        fits = isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd))
+        if fits and not parametrize.is_parametrized(layer) and where(path, layer):
+            norm(layer, **options)
+            found.append(path)
+    return found
+
+
+def remove_norm(
+    module: nn.Module, where: Callable[[str, nn.Module], bool] = lambda path, layer: True
+) -> list[str]:
+    """Make weight and spectral norms in a module plain weights again; returns the paths.
+
+    The weights keep their present values.
+    """
+    found = []
+    norms = (_WeightNorm, parametrizations._WeightNorm, parametrizations._SpectralNorm)
+    for path, layer in list(module.named_modules()):
+        if not parametrize.is_parametrized(layer) or not where(path, layer):
+            continue
+        for name, kinds in list(layer.parametrizations.items()):  # type: ignore[operator,union-attr]
+            if any(isinstance(kind, norms) for kind in kinds):
+                parametrize.remove_parametrizations(layer, name)
+                found.append(f"{path}.{name}".lstrip("."))
+    return found
+
+
+def _check_tensor(module: nn.Module, name: str) -> None:
+    if isinstance(getattr(module, name, None), Tensor):
+        return
+    layers = [
+        "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split("."))
+        for path, layer in module.named_modules()
+        if isinstance(getattr(layer, name, None), Tensor)
+    ]
+    hint = "; pass a layer that has one: module" + ", module".join(layers) if layers else ""
+    hint += ", or use gdeq.apply_norm(module) for all" if layers else ""
+    raise ValueError(f"{type(module).__name__} has no tensor {name!r} to normalise{hint}")

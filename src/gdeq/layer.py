@@ -2,50 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
+import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
+from gdeq.checks import (
+    ConvergenceWarning,
+    UnsteadyCellWarning,
+    examine,
+    process_groups,
+    values_are_there,
+)
 from gdeq.fixed_point import check_pair, find
-from gdeq.gradients import DEFAULT, Gradient
+from gdeq.gradients import DEFAULT, JFB, Gradient, Unrolled
 from gdeq.holding import hold
 from gdeq.options import describe
-from gdeq.solution import Solution
-from gdeq.solvers.base import Solver
+from gdeq.solution import Solution, Status
+from gdeq.solvers.base import Solver, check_solver
 from gdeq.solvers.broyden import Broyden
-from gdeq.state import State, copied
+from gdeq.state import State, StateMap, StateSpace, copied
+from gdeq.steady import unsteady_parts
 from gdeq.uncompiled import uncompiled
 
-
-class UnsteadyCellWarning(UserWarning):
-    """The cell is not one function while its fixed point is sought."""
-
-
-UNSTEADY = (
-    (
-        (
-            *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-            *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-        ),
-        "draws a new mask at every evaluation: use gdeq.VariationalDropout, which keeps one",
-    ),
-    (
-        (nn.MultiheadAttention, nn.RNNBase),
-        "draws a new dropout mask at every evaluation: set its dropout to 0",
-    ),
-    (
-        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-        "mixes the samples of a batch and moves its averages at every evaluation: use nn.GroupNorm",
-    ),
-)
-
-
+# Reachable in float32.  In half precision its tolerance is raised to what f can resolve.
+SOLVER = Broyden(max_iter=18, tol=1e-3)
+LOOK_EVERY, LOOKS = 4, 3  # most samples fail at this many looks in a row, at every fourth call
 # Where z0 came from, for errors of a solve to which none was given.
 FROM_ZEROS = (
     "gdeq: no z0 was given, so the solve started from zeros like x; if z has another shape than x, "
@@ -57,51 +47,83 @@ class DEQ(nn.Module):
     """An equilibrium layer: z = cell(z, x), solved.
 
     cell: a module or function ``cell(z, x, ...)`` that returns a new z of the same form.  The
-        parameters of a function are not known to the layer, nor is dropout in it held still.
-    solver, gradient: may be replaced at any time (pre-train with ``Unrolled``, then switch).
+        parameters of a function are not known to the layer.
+    solver, gradient: may be replaced at any time (pre-train with ``Unrolled``, then switch).  In
+        half precision the tolerance of the default solver is what f can resolve, 8e-3 in bf16.
+    eval_solver: used instead of ``solver`` after ``deq.eval()``.
+    batched: False for one system without a batch dimension: a graph or set ``(nodes, d)``, a grid.
 
     A solve starts from the ``z0`` of the call; else from ``cell.initial_state(x, ...)`` where the
-    cell has such a method; else from zeros like x.  ``solution`` is the record of the last call.
-    Its z is detached, and it keeps the solver's inverse in memory until the next call.
-    """
+    cell has such a method; else from zeros like x.  ``solution`` is the record of the last call in
+    this thread.  Its z is detached, and it keeps the solver's inverse in memory until the next.
 
-    _warned = False  # of unsteady parts: once a layer
+    After the first call, and the first with another cell, mode, device or dtype, two evaluations of
+    f look whether it is one function and treats samples independently; a warning says if not.
+    """
 
     def __init__(
         self,
         cell: Callable[..., State],
-        solver: Solver | None = Broyden(max_iter=18, tol=1e-3),  # noqa: B008 (frozen)
+        solver: Solver | None = SOLVER,
         gradient: Gradient = DEFAULT,
+        *,
+        eval_solver: Solver | None = None,
+        batched: bool = True,
         **unknown: Never,
     ) -> None:
         super().__init__()
         for key in unknown:
-            names = ("cell", "solver", "gradient")
+            names = ("cell", "solver", "gradient", "eval_solver", "batched")
             near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"DEQ has no option {key!r}{hint} (options: {', '.join(names)})")
         if not callable(cell) or isinstance(cell, type):
             raise TypeError(f"cell must be a module or function cell(z, x), got {describe(cell)}")
+        if not isinstance(batched, bool):
+            raise TypeError(f"DEQ.batched must be True or False, got {batched!r}")
         check_pair(solver, gradient)
+        if eval_solver is not None:
+            check_solver(eval_solver)
         self.cell = cell
         self.solver = solver
         self.gradient = gradient
-        self.solution: Solution | None = None
+        self.eval_solver = eval_solver
+        self.batched = batched
+        self._default = solver if solver is SOLVER else None
+        self._examined: set[object] = set()
+        self._calls = self._failures = 0
+        self._of_thread, self._groups = threading.local(), ()
+
+    @property
+    def solution(self) -> Solution | None:
+        """The record of the last call in this thread."""
+        return getattr(self._of_thread, "solution", None)
+
+    @solution.setter
+    def solution(self, solution: Solution | None) -> None:
+        self._of_thread.solution = solution
 
     @uncompiled
-    def forward(self, *inputs: Any, z0: State = None, **options: Any) -> State:
+    def forward(
+        self,
+        *inputs: Any,
+        z0: State = None,
+        solver: Solver | None = None,
+        gradient: Gradient | None = None,
+        **options: Any,
+    ) -> State:
         """The fixed point z = cell(z, *inputs, **options), with gradients.
 
-        z0: where the solve starts.
+        z0: where the solve starts.  solver, gradient: for this call alone.
         """
         self.solution = None  # frees the last call's inverse before this one grows
         from_zeros = z0 is None and not hasattr(self.cell, "initial_state")
         if z0 is None:
             z0 = self._initial_state(*inputs, **options)
-        if self.solver is not None and not self._warned:  # unrolled, a mask a step is no harm
-            self._warn_of_unsteady_parts()
         try:
-            return self.equilibrium(lambda z: self.cell(z, *inputs, **options), z0)
+            return self._solve(
+                lambda z: self.cell(z, *inputs, **options), z0, solver, gradient, examine=True
+            )
         except Exception as problem:
             if from_zeros:
                 problem.add_note(FROM_ZEROS)
@@ -120,10 +142,43 @@ class DEQ(nn.Module):
         not change meanwhile, and `solution` is the record.
         """
         self.solution = None  # frees the last call's inverse before this one grows
-        with hold(self.cell):
-            z, solution = find(f, z0, self.solver, self.gradient)
+        return self._solve(f, z0)
+
+    def _solve(
+        self,
+        f: Callable[[State], State],
+        z0: State,
+        solver: Solver | None = None,
+        gradient: Gradient | None = None,
+        examine: bool = False,
+    ) -> State:
+        if not self.batched:
+            of_one, z0 = f, _batch_of_one(z0)
+            f = lambda z: _batch_of_one(of_one(_only_one(z)))  # noqa: E731
+        if solver is None:
+            solver = (None if self.training else self.eval_solver) or self.solver
+        gradient = gradient or self.gradient
+        if not torch.is_grad_enabled() and not isinstance(gradient, Unrolled):
+            gradient = JFB()  # none is computed: one that goes with every solver
+        self._groups = process_groups(self.cell) or self._groups
+        if self._groups:
+            f = _Sharded(f, self._groups)
+        if solver is not None and solver is self._default:
+            precision = StateMap(StateSpace(z0), f).precision
+            solver = replace(solver, tol=max(solver.tol, precision))
+        with hold():
+            z, solution = find(f, z0, solver, gradient)
+            if solver is not None:  # unrolled, a new mask at each step is no harm
+                leaves = pytree.tree_leaves(solution.z)
+                if values_are_there(leaves):
+                    self._look_at_convergence(solution, solver)
+                    if examine:
+                        self._examine(f, solution.z, leaves, solver.tol)
         if solution.z is z:  # it must stay what it is when the caller changes the output in place
             solution = replace(solution, z=copied(z))
+        if not self.batched:
+            z = _only_one(z)
+            solution = replace(solution, z=_only_one(solution.z), batched=False)
         self.solution = solution
         return z
 
@@ -132,37 +187,68 @@ class DEQ(nn.Module):
         make = getattr(self.cell, "initial_state", None)
         if make is not None:
             return make(*inputs, **options)
-        x = inputs[0] if inputs else None
-        if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 0:
-            return torch.zeros_like(x)
-        why = "without either, it starts as zeros like a tensor x, and there is none"
+        x = inputs[0] if inputs else options.get("x", next(iter(options.values()), None))
+        leaves = pytree.tree_leaves(x)
+        if leaves and all(self._starts(leaf) for leaf in leaves):
+            return pytree.tree_map(torch.zeros_like, x)
+        why = "without either, it starts as zeros like x, and there is none"
         if isinstance(x, Tensor) and not x.is_floating_point():
             why = f"x is {x.dtype}, and a state must be floating point, so it cannot start like x"
-        elif inputs and not isinstance(x, Tensor):
+        elif inputs or options:
             why = f"x must be a tensor to start as zeros like it, got {type(x).__name__}"
-        elif options:
-            why = f"pass {(name := next(iter(options)))} by position, deq({name}), to start like it"
         raise ValueError(
             "the shape of the state is not known: call deq(x, z0=...), or give the cell a method "
             f"initial_state(x) that returns one ({why})"
         )
 
-    def _warn_of_unsteady_parts(self) -> None:
-        if not isinstance(self.cell, nn.Module):
-            return  # the module of a bound method may use such parts outside the cell
-        told = []
-        for kinds, why in UNSTEADY:
-            for name, module in self.cell.named_modules():
-                rate = getattr(module, "p", getattr(module, "dropout", 1))
-                if isinstance(module, kinds) and module.training and rate > 0:
-                    told.append(f"{type(module).__name__} ({name or 'the cell itself'}) {why}")
-                    break
-        if told:
-            self._warned = True
-            warnings.warn(
+    def _starts(self, x: Any) -> bool:
+        """Whether a state can be zeros like this."""
+        return isinstance(x, Tensor) and x.is_floating_point() and x.dim() >= self.batched
+
+    # ---- what is told
+
+    def _examine(
+        self, f: Callable[[State], State], z: State, leaves: list[Tensor], tol: float
+    ) -> None:
+        """Once for a cell in one mode: does it fit a solve?"""
+        mode = (
+            getattr(self.cell, "training", None),
+            torch.is_autocast_enabled(leaves[0].device.type),
+        )
+        key = (id(self.cell), *mode, *((leaf.device, leaf.dtype) for leaf in leaves))
+        if key in self._examined:
+            return
+        self._examined.add(key)
+        parts = unsteady_parts(self.cell) if isinstance(self.cell, nn.Module) else []
+        told: Warning | None = None
+        if parts:
+            told = UnsteadyCellWarning(
                 f"{type(self.cell).__name__} in training mode is not one function during a solve, "
-                f"which need not converge: {'; '.join(told)}",
-                UnsteadyCellWarning,
+                f"which need not converge: {'; '.join(parts)}"
+            )
+        elif len(leaves[0]) and not self._groups:
+            with contextlib.suppress(Exception):  # a check must not end what works without it
+                told = examine(StateMap(StateSpace(z), f), z, self.cell, tol)
+        if told is not None:
+            warnings.warn(told, stacklevel=1)
+
+    def _look_at_convergence(self, solution: Solution, solver: Solver) -> None:
+        """Tell once that most samples fail; a look waits for the device, so looks are rare."""
+        if not solver.tol or self._failures == LOOKS:
+            return
+        self._calls += 1
+        if self._calls % LOOK_EVERY:
+            return
+        missed = solution.codes[~solution.converged]
+        fails = 2 * len(missed) > len(solution.codes)
+        self._failures = self._failures + 1 if fails else 0
+        if self._failures == LOOKS:
+            total = len(solution.codes)
+            warnings.warn(
+                f"most samples of this layer do not converge, now and for {LOOK_EVERY * LOOKS} "
+                f"calls: {total - len(missed)} of {total} did in this one. The most frequent end: "
+                f"{Status(int(missed.mode().values))}. print(deq.solution) shows more",
+                ConvergenceWarning,
                 stacklevel=1,
             )
 
@@ -171,7 +257,51 @@ class DEQ(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # The record is of one call; copies and pickles of the layer start without it.
-        return {**super().__getstate__(), "solution": None}
+        state = {**super().__getstate__(), "_groups": ()}
+        del state["_of_thread"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._of_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """An f that the members of these process groups evaluate together (`gdeq.engine.choose`)."""
+
+    f: Callable[[State], State]
+    groups: tuple[Any, ...]
+
+    def __call__(self, z: State) -> State:
+        return self.f(z)
+
+
+def _batch_of_one(z: State) -> State:
+    return pytree.tree_map(lambda leaf: leaf.unsqueeze(0) if isinstance(leaf, Tensor) else leaf, z)
+
+
+def _only_one(z: State) -> State:
+    return pytree.tree_map(lambda leaf: leaf.squeeze(0), z)
+
+
+def mixed_start(
+    z0: State, share: float = 0.5, scale: float = 1.0, generator: torch.Generator | None = None
+) -> State:
+    """z0 with normal noise in the place of about this share of the samples.
+
+    Trained from such starts, f tends to have one equilibrium that all of them lead to.
+
+    z0: a state ``(batch, ...)``, such as zeros.  scale: the standard deviation of the noise.
+    """
+    first = pytree.tree_leaves(z0)[0]
+    noisy = torch.rand(len(first), generator=generator, device=first.device) < share
+
+    def mix(leaf: Tensor) -> Tensor:
+        noise = torch.empty_like(leaf).normal_(std=scale, generator=generator)
+        return torch.where(noisy.view(-1, *[1] * (leaf.dim() - 1)), noise, leaf)
+
+    return pytree.tree_map(mix, z0)
 
 
 def _takes(cell: Callable[..., Any], *inputs: Any, **options: Any) -> bool:

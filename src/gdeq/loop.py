@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gdeq.ledger import Ledger, Measure
-from gdeq.looking import host_may_look
+from gdeq.looking import anywhere, host_may_look
 from gdeq.operators import Inverse, norm
 from gdeq.secants import Secants
 from gdeq.solution import Status
@@ -70,7 +70,7 @@ def iterate(
     looks = ledger.watch and host_may_look(z.device)
 
     for step in range(1, solver.max_iter + 1):
-        if looks and (step - 1) % solver.check_every == 0 and not bool(ledger.active.any()):
+        if looks and (step - 1) % solver.check_every == 0 and not anywhere(ledger.active):
             break
         active = ledger.active
         z = select(active, solver.propose(here, state), here.z)
@@ -82,7 +82,7 @@ def iterate(
                 break
             # NaN counts as worse.
             worse = active & ~(norms.absolute < (1 - 1e-4) * ledger.absolute)
-            if not bool(worse.any()):
+            if not anywhere(worse):
                 break
             z = select(worse, (here.z + z) / 2, z)
 

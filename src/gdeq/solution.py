@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from gdeq.operators import StateInverse
 from gdeq.options import count
@@ -178,7 +179,12 @@ def mean_by_share(values: Tensor, length: Tensor | None) -> Tensor:  # (batch,) 
 
 @dataclass(repr=False)
 class Solution:
-    """A fixed point and how it was found.  Per-sample fields are tensors on the state's device."""
+    """A fixed point and how it was found.  Per-sample fields are tensors on the state's device.
+
+    With a tolerance, a sample that never meets it gets the z of smallest ‖f(z) − z‖ that was seen,
+    which may be z0.  Not that of smallest relative residual: if z runs away, ‖f(z) − z‖ is small
+    beside it, though no fixed point is near.
+    """
 
     z: State
     converged: Tensor  # (batch,) bool: the residual is within the tolerance
@@ -194,6 +200,7 @@ class Solution:
     # z, in the order of z0, where the largest of them is the residual
     secants: Secants | None = None  # the last ones, for gradients that ask for them
     engine: Any = None  # the `gdeq.engine.Engine` that found it, and solves its adjoint equation
+    batched: bool = True  # False: z is one system, without a batch dimension
     record: BackwardRecord = field(default_factory=BackwardRecord)
 
     @property
@@ -212,8 +219,25 @@ class Solution:
         was 0.1, 0.01, 0.001 or 0.0001 (benchmarks/gradients.py).  Where the residual is small and
         this is not, z is not yet near a fixed point, and f may have none.
         """
-        found = None if self.inverse is None else self.inverse.step_beside(self.z)
+        if self.inverse is None:
+            return None
+        z = self.z if self.batched else pytree.tree_map(lambda leaf: leaf.unsqueeze(0), self.z)
+        found = self.inverse.step_beside(z)
         return None if found is None else torch.where(self.residual.isfinite(), found, torch.nan)
+
+    def summary(self) -> dict[str, float]:
+        """Plain numbers for a logger.  Reads the device."""
+        found = {"samples": float(len(self.codes)), "evals": float(self.evals)}
+        if len(self.codes):
+            found["converged"] = self.converged.double().mean().item()  # the share of samples
+            found["steps"] = self.steps.double().mean().item()
+            found["residual"] = self.residual.double().mean().item()
+            found["largest_residual"] = self.residual.max().item()
+        if (backward := self.backward) is not None:
+            found["backward_vjps"] = float(backward.vjps)
+            if (error := backward.batch_error) is not None:
+                found["backward_error"] = error.item()
+        return found
 
     @property
     def backward(self) -> BackwardRecord | None:
@@ -229,10 +253,13 @@ class Solution:
             return "an empty batch; nothing to solve"
         most, evals = count(int(self.steps.max()), "step"), count(self.evals, "evaluation")
         residual = self.residual.max().item()
-        outcome = f"at most {most}, {evals} of f, largest residual {residual:.1e}"
+        at_most, largest = ("at most ", "largest ") if self.batched else ("", "")
+        outcome = f"{at_most}{most}, {evals} of f, {largest}residual {residual:.1e}"
         if (error := self.error) is not None:
-            outcome += f", largest estimated error {error.max().item():.1e}"
+            outcome += f", {largest}estimated error {error.max().item():.1e}"
         ends = self.status
+        if not self.batched:
+            return f"one system, {ends[0]}: {outcome}"
         if all(status in (Status.UNROLLED, Status.FIXED_STEPS) for status in ends):
             return f"{count(batch, 'sample')}, not asked to converge: {outcome}"
         if any(status is Status.FIXED_STEPS for status in ends):

@@ -1,0 +1,179 @@
+"""Whether a cell is what a solve takes it for: one function, of samples that do not meet.
+
+`DEQ` asks this after its first call, at the z that was found: two evaluations of f, and a third
+where the second shows something.  Nothing that a user could notice is changed by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gdeq.looking import host_may_look
+from gdeq.operators import safe_norms
+from gdeq.state import State, StateMap
+
+
+class UnsteadyCellWarning(UserWarning):
+    """The cell is not one function while its fixed point is sought."""
+
+
+class CoupledSamplesWarning(UserWarning):
+    """The cell lets the samples of a batch influence each other."""
+
+
+class ConvergenceWarning(UserWarning):
+    """Most samples do not converge."""
+
+
+COUPLED = (
+    "samples influence each other in {cell}: other states for some of them changed f for the rest, "
+    "by up to {by:.2g} of its size. A solve and its gradient are wrong then: the first dimension "
+    "of the state counts independent systems. For one system without a batch (a graph or set as "
+    "(nodes, d), a grid) use DEQ(cell, batched=False); for batch norm use nn.GroupNorm; move the "
+    "batch of a state (length, batch, d) to the front"
+)
+UNSTEADY = (
+    "{cell} is not one function, and its solve need not converge: two evaluations at one z differ "
+    "by up to {by:.2g} of their size. {why}"
+)
+DRAWS = (
+    "{who} draws random numbers at every evaluation: make dropout a gdeq.VariationalDropout, which "
+    "keeps its mask during a solve (also in the place of functional dropout), set that of "
+    "attention and recurrent layers to 0, and draw noise outside the cell"
+)
+
+
+def modules_of(cell: object) -> list[nn.Module]:
+    """The modules that a cell is known to use: itself, its owner, or what a function refers to."""
+    if isinstance(cell, functools.partial):
+        return [m for part in (cell.func, *cell.args) for m in modules_of(part)]
+    owner = getattr(cell, "__self__", cell)
+    if isinstance(owner, nn.Module):
+        return [owner]
+    try:
+        seen = inspect.getclosurevars(owner)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # no function, or one whose variables are not there yet
+        return []
+    named = (*seen.nonlocals.values(), *seen.globals.values())
+    return [value for value in named if isinstance(value, nn.Module)]
+
+
+def process_groups(cell: object) -> tuple[Any, ...]:
+    """Those over which a parameter of the cell is sharded now, as by `fully_shard`."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return ()
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for module in modules_of(cell):
+        for parameter in module.parameters():
+            if isinstance(parameter, kind):
+                return tuple(parameter.device_mesh.get_all_groups())
+    return ()
+
+
+def values_are_there(leaves: Sequence[Tensor]) -> bool:
+    """Not while they are captured, compiled, exported, transformed or without memory."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    kinds = (Tensor, nn.Parameter)
+    plain = all(type(leaf) in kinds and leaf.device.type != "meta" for leaf in leaves)
+    return plain and host_may_look(leaves[0].device)
+
+
+def examine(f: StateMap, z: State, cell: object, tol: float) -> Warning | None:
+    """What is wrong with f as the map of a solve, from its values at z and beside it."""
+    space, modules = f.space, modules_of(cell)
+    name = type(cell).__name__ if isinstance(cell, nn.Module) else "the cell"
+    half = f.precision >= torch.finfo(torch.float16).eps
+    limit = max((4 if half else 100) * f.precision, 0.1 * tol)
+    # Every second sample gets another state: f of the others must not change.  The batch is as
+    # large as it was, so that dropout masks fit and kernels round alike.
+    step = 2 if space.batch > 1 else 1
+    here = space.leaves(z, "z", cast=False)
+    beside = space.copies(here)
+    for leaf, other in zip(here, beside, strict=True):
+        other[1::2] = 0.5 * leaf.roll(1, 0)[1::2]
+    with torch.no_grad(), _unnoticed(space.device, modules) as buffers:
+        first = space.join(f.leaves(here))
+        coupled = _difference(first, space.join(f.leaves(beside)), step)
+        if coupled <= limit:
+            return None
+        with _watching(modules, space.device) as draws:
+            unsteady = _difference(first, space.join(f.leaves(here)))
+        changed = [
+            f"{type(owner).__name__} changes its buffer {key} at every evaluation"
+            for owner, key, buffer in buffers
+            if not torch.equal(buffer, owner._buffers[key])  # type: ignore[arg-type]
+        ]
+    if unsteady <= limit:
+        told = COUPLED.format(cell=name, by=coupled)
+        return CoupledSamplesWarning(told) if step == 2 else None
+    why = changed[0] if changed else "It seems to keep something from one evaluation to the next"
+    if draws:  # the innermost part that does comes first
+        why = DRAWS.format(who=draws[0])
+    return UnsteadyCellWarning(UNSTEADY.format(cell=name, by=unsteady, why=why))
+
+
+def _difference(a: Tensor, b: Tensor, step: int = 1) -> float:  # (batch, d) each
+    """The largest, over every ``step``-th sample, beside its own size and that of the batch."""
+    moved, size = (each.nan_to_num(0.0) for each in safe_norms((b - a)[::step], a[::step]))
+    beside = (size + size.mean()).clamp(min=torch.finfo(size.dtype).tiny)
+    return (moved / beside).max().item()
+
+
+@contextlib.contextmanager
+def _unnoticed(
+    device: torch.device, modules: Sequence[nn.Module]
+) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
+    """Random generators and buffers stay as they are, whatever happens inside.  -> the buffers."""
+    parts = [part for module in modules for part in module.modules()]
+    kept = [(p, key, b) for p in parts for key, b in p._buffers.items() if b is not None]
+    devices = [] if device.type == "cpu" else [device]
+    state = random.getstate()
+    with torch.random.fork_rng(devices, device_type=device.type):
+        try:
+            for owner, key, buffer in kept:
+                owner._buffers[key] = buffer.clone()
+            yield kept
+        finally:
+            for owner, key, buffer in kept:
+                owner._buffers[key] = buffer
+            random.setstate(state)
+            torch.clear_autocast_cache()  # of copies of weights that have no gradients
+
+
+@contextlib.contextmanager
+def _watching(modules: Sequence[nn.Module], device: torch.device) -> Iterator[list[str]]:
+    """Collects the parts that draw random numbers, the innermost first."""
+    generators, found, before = torch.get_device_module(device), [], []
+
+    def states() -> list[Tensor]:
+        own = [] if device.type == "cpu" else [generators.get_rng_state(device)]
+        return [torch.get_rng_state(), *own]
+
+    def after(path: str, part: nn.Module, *_: Any) -> None:
+        if not all(map(torch.equal, before.pop(), states())):
+            found.append(f"{type(part).__name__} ({path or 'the cell itself'})")
+
+    hooks = []
+    for module in modules:
+        for path, part in module.named_modules():
+            hooks.append(part.register_forward_pre_hook(lambda *_: before.append(states())))
+            hooks.append(part.register_forward_hook(functools.partial(after, path)))
+    start = states()
+    try:
+        yield found
+        if not found and not all(map(torch.equal, start, states())):
+            found.append("It")
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,265 @@
+"""What a layer tells about its cell: not one function, samples that meet, samples that fail."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import batch_norm, dropout
+
+import gdeq
+import gdeq.layer
+from cells import F64, Cell, assert_same, data, every_gradient
+from gdeq import Broyden, ConvergenceWarning, CoupledSamplesWarning, UnsteadyCellWarning
+from gdeq.checks import values_are_there
+
+D = 16
+FEW = Broyden(max_iter=3, tol=1e-3)
+
+
+class Wrapped(Cell):
+    """A cell with something done to its output."""
+
+    def __init__(self, change, part=None):
+        super().__init__(D)
+        self.change, self.part = change, part
+        self.register_buffer("seen", torch.zeros((), dtype=F64))
+
+    def forward(self, z, x):
+        return self.change(self, super().forward(z, x))
+
+
+class Noisy(nn.Module):
+    def forward(self, z):
+        return dropout(z, 0.3)
+
+
+def counts(cell, z):
+    cell.seen += 1
+    return z + 0.1 * torch.sin(cell.seen)
+
+
+def normalised(cell, z):
+    return batch_norm(z, None, None, training=True)
+
+
+def attention(p):
+    return nn.MultiheadAttention(D, 1, dropout=p, dtype=F64)
+
+
+def attends(cell, z):  # over a sequence of one
+    return 0.5 * cell.part(z[None], z[None], z[None])[0][0]
+
+
+DRAWS = "draws random numbers at every evaluation"
+UNSTEADY = {
+    "functional": (
+        Wrapped(lambda cell, z: dropout(z, 0.3)),
+        rf"Wrapped \(the cell itself\) {DRAWS}",
+    ),
+    "inside": (Wrapped(lambda cell, z: cell.part(z), Noisy()), rf"Noisy \(part\) {DRAWS}"),
+    "attention": (Wrapped(attends, attention(0.1)), r"MultiheadAttention \(part\) .* dropout to 0"),
+    "closure": (lambda z, x: dropout(torch.tanh(0.5 * z + x), 0.3), f"It {DRAWS}"),
+    "noise": (lambda z, x: torch.tanh(0.5 * z + x + 0.1 * torch.rand_like(x)), DRAWS),
+    "spectral": (
+        Wrapped(lambda cell, z: cell.part(z), nn.utils.spectral_norm(nn.Linear(D, D, dtype=F64))),
+        r"Linear \(part\) takes a step .* gdeq.spectral_norm",
+    ),
+    "parametrized": (
+        Wrapped(
+            lambda cell, z: cell.part(z),
+            nn.utils.parametrizations.spectral_norm(nn.Linear(D, D, dtype=F64)),
+        ),
+        r"\(part.parametrizations.weight\) takes a step .* gdeq.spectral_norm",
+    ),
+    "buffer": (Wrapped(counts), "Wrapped changes its buffer seen"),
+    "python": (lambda z, x: torch.tanh(0.5 * z + x * random.random()), "keep something"),
+}
+COUPLED = {
+    "graph": lambda z, x: torch.tanh(0.4 * (z.roll(1, 0) + z.roll(-1, 0)) + x),
+    "set": lambda z, x: torch.tanh(0.5 * z.mean(0) + x),
+    "batch norm": Wrapped(normalised),
+    "sequence": Wrapped(lambda cell, z: 0.5 * cell.part(z, z, z)[0], attention(0.0)),
+}
+
+
+@pytest.mark.parametrize(("cell", "words"), UNSTEADY.values(), ids=UNSTEADY)
+@pytest.mark.parametrize("batch", [1, 6])
+def test_a_cell_that_is_not_one_function(cell, words, batch):
+    deq, x = gdeq.DEQ(cell, FEW), torch.randn(batch, D, dtype=F64)
+    with pytest.warns(UnsteadyCellWarning, match=f"not one function.*{words}"):
+        deq(x)
+    deq(x)  # told before; another warning would be an error
+
+
+@pytest.mark.parametrize("cell", COUPLED.values(), ids=COUPLED)
+def test_samples_that_influence_each_other(cell):
+    deq, x = gdeq.DEQ(cell, FEW), torch.randn(6, D, dtype=F64)
+    with pytest.warns(CoupledSamplesWarning, match=r"batched=False.*nn.GroupNorm"):
+        deq(x)
+    deq(x)
+    gdeq.DEQ(cell, FEW, batched=False)(x)  # one system: there is nothing to tell
+
+
+def test_the_checks_come_again_when_the_cell_changes():
+    deq, x = gdeq.DEQ(Cell(D), FEW), torch.randn(6, D, dtype=F64)
+    calls = []
+    deq.cell.register_forward_hook(lambda *_: calls.append(1))
+
+    def checked():
+        calls.clear()
+        deq(x)
+        return len(calls) - deq.solution.evals - 1  # one with autograd
+
+    assert [checked(), checked()] == [2, 0]
+    deq.eval()
+    assert [checked(), checked()] == [2, 0]
+    deq.train()
+    assert checked() == 0
+    deq.cell = UNSTEADY["functional"][0]
+    with pytest.warns(UnsteadyCellWarning):
+        deq(x)
+
+
+def quiet_cases():
+    x = torch.randn(5, 4, dtype=F64)
+    weight = 0.2 * torch.randn(4, 4, dtype=F64)
+    dropped = nn.Sequential(nn.Linear(4, 4, dtype=F64), gdeq.VariationalDropout(0.5))
+    yield "plain", lambda z, x: torch.tanh(z @ weight + x), (x,), {}
+    yield "alone", lambda z, x: torch.tanh(z @ weight + x), (x[:1],), {}
+    yield "empty", lambda z, x: torch.tanh(z @ weight + x), (x[:0],), {}
+    yield "features first", lambda z, x: torch.tanh(z @ weight + x.T), (x.T,), {"z0": x}
+    yield "closed over", lambda z: torch.tanh(z @ weight + x), (), {"z0": x}
+    yield "named", lambda z, x, scale: torch.tanh(scale * z @ weight + x), (x,), {"scale": 0.5}
+    yield "constant", lambda z, x: x, (x,), {}
+    yield "zero", lambda z, x: 0.5 * z, (x,), {}
+    yield "diverges", lambda z, x: 3 * z + x, (x,), {}
+    yield "not a number", lambda z, x: z.log() + x, (x,), {}
+    yield "same samples", lambda z, x: torch.tanh(z @ weight + x), (x[:1].expand(5, 4),), {}
+    yield "dropout", lambda z, x: torch.tanh(0.5 * dropped(z) + x), (x,), {}
+    yield "two tensors", lambda z, x: (0.3 * z[1] + x[0], 0.3 * z[0] + x[1]), ((x, x + 1),), {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        low = weight.to(dtype)
+        yield str(dtype), lambda z, x, w=low: torch.tanh(z @ w + x), (x.to(dtype),), {}
+
+
+QUIET = {name: case for name, *case in quiet_cases()}
+
+
+@pytest.mark.parametrize(("cell", "inputs", "options"), QUIET.values(), ids=QUIET)
+def test_no_false_alarm(cell, inputs, options):
+    gdeq.DEQ(cell, FEW)(*inputs, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_no_false_alarm_for_large_cells(dtype):
+    torch.manual_seed(1)
+    cell = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, norm_first=True)
+    x = torch.randn(3, 7, 32)
+    with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        gdeq.DEQ(lambda z, x: 0.1 * cell(z) + x, FEW)(x)
+
+
+@every_gradient
+def test_the_checks_change_nothing(device, gradient, monkeypatch):
+    """Not a number that is drawn, a buffer, a gradient, nor what later steps make of them."""
+
+    class Everything(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.drop = (
+                gdeq.spectral_norm(nn.Linear(4, 4)),
+                gdeq.VariationalDropout(0.3),
+            )
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, z, x):
+            return torch.tanh(0.5 * self.drop(self.inner(z)) + self.norm(x)) * random.random()
+
+    def train(checks):
+        if not checks:
+            monkeypatch.setattr(gdeq.layer, "unsteady_parts", lambda cell: [])
+            monkeypatch.setattr(gdeq.layer, "examine", lambda *_: None)
+        torch.manual_seed(3)
+        random.seed(3)
+        deq = gdeq.DEQ(Everything().to(device), FEW, gradient)
+        for _ in range(3):
+            z = deq(torch.randn(6, 4, device=device))
+            z.square().sum().backward()
+        state = [torch.rand(1, device=device), torch.rand(1), torch.tensor(random.random())]
+        return [z.detach(), *(p.grad for p in deq.parameters()), *deq.buffers(), *state]
+
+    monkeypatch.setattr(gdeq.layer, "unsteady_parts", lambda cell: [])
+    with pytest.warns(UnsteadyCellWarning):
+        told = train(checks=True)
+    assert_same(told, train(checks=False))
+
+
+def test_nothing_is_looked_at_that_has_no_values():
+    x, seen = torch.randn(3, 4, dtype=F64), []
+    assert values_are_there([x])
+    assert not values_are_there([x.to("meta")])
+    torch.func.grad(lambda x: (seen.append(values_are_there([x])), x.sum())[1])(x)
+    torch.compile(lambda x: (seen.append(values_are_there([x])), x + 1)[1], backend="eager")(x)
+    assert seen == [False, False]
+
+
+# --- samples that fail ----------------------------------------------------------------------------
+
+
+def test_most_samples_failing_is_told_once():
+    x = torch.randn(6, 4, dtype=F64)
+    deq = gdeq.DEQ(lambda z, x: 3 * z + x, Broyden(max_iter=1, tol=1e-9))
+    for _ in range(11):
+        deq(x)
+    with pytest.warns(ConvergenceWarning, match=r"0 of 6 did.*diverged: .*line_search=3"):
+        deq(x)
+    for _ in range(24):
+        deq(x)
+    for solver in (Broyden(max_iter=1, tol=0.0), Broyden(max_iter=20, tol=1e-6)):
+        fine = gdeq.DEQ(lambda z, x: 0.5 * torch.sin(z) + x, solver)
+        for _ in range(24):
+            fine(x)
+
+
+def test_a_summary_for_loggers(device):
+    deq = gdeq.DEQ(Cell().to(device), Broyden(max_iter=2, tol=1e-3))
+    z = deq(data(device, 6, 4))
+    found = deq.solution.summary()
+    assert all(type(number) is float for number in found.values())
+    assert found["converged"] == deq.solution.converged.double().mean().item()
+    assert found["largest_residual"] == deq.solution.residual.max().item()
+    assert "backward_vjps" not in found
+    z.sum().backward()
+    assert deq.solution.summary()["backward_vjps"] == 1
+    assert deq.solution.summary()["backward_error"] > 0
+    deq(data(device, 0, 4))
+    assert deq.solution.summary()["samples"] == 0
+
+
+def test_the_default_tolerance_is_one_that_half_precision_reaches(device):
+    torch.manual_seed(0)
+    cell = Cell(32, dtype=torch.float32).to(device)
+    x = torch.randn(64, 32, device=device)
+    deq, explicit = gdeq.DEQ(cell), gdeq.DEQ(cell, Broyden(max_iter=18, tol=1e-3))
+    assert deq.solver == explicit.solver
+
+    def share(layer):
+        layer(x)
+        return layer.solution.converged.double().mean().item()
+
+    assert share(deq) == share(explicit) == 1
+    assert torch.equal(deq.solution.residual, explicit.solution.residual)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert share(deq) == 1
+        assert share(explicit) < 0.9  # what a user asks for stays
+        deq.solver = Broyden(max_iter=18, tol=1e-3)
+        assert share(deq) < 0.9
+
+
+def test_a_diverging_solve_returns_the_least_residual_in_absolute_size():
+    """Beside a z that runs away any residual is small: z0 is honest, the last z is not."""
+    solution = gdeq.solve(lambda z: 3 * z + 1, torch.zeros(1, 1, dtype=F64), gdeq.Picard(9, 1e-9))
+    assert solution.trace.min() < solution.residual
+    assert (solution.z == 0).all()
+    assert "least ‖f(z) - z‖" in str(solution)
