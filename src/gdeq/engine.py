@@ -33,7 +33,7 @@ class Found:
 
     solution: Solution
     space: StateSpace
-    vector: Tensor | None = None  # (batch, d) z, where it has more digits than the user's tensors
+    vector: Any = None  # (batch, d) z, where it has more digits than the user's tensors
     inside: Tensor | None = None  # (batch, 1) where f can be given z; None: everywhere
     output: list[Tensor] | None = None  # the tensors of z for the user, if they need no copy
     evaluation: Any = None  # `gdeq.adjoint.Evaluation` at z, if it was made during the solve

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch.utils import _pytree as pytree
 
-from gdeq import second_order
+from gdeq import functional, second_order
 from gdeq.adjoint import attach
 from gdeq.engine import choose
 from gdeq.gradients import DEFAULT, Gradient, Implicit, Unrolled
@@ -21,7 +22,7 @@ from gdeq.solvers.base import Solver, System, check_solver
 from gdeq.solvers.broyden import Broyden
 from gdeq.solvers.picard import Picard
 from gdeq.state import State, StateMap, StateSpace, full_precision
-from gdeq.uncompiled import uncompiled
+from gdeq.tracing import blind, is_transformed, uncompiled, without_values
 
 
 @uncompiled
@@ -64,26 +65,33 @@ def find(
     without gradients, in memory that f's graph reads: it must not be changed in place.
     """
     check_pair(solver, gradient)
-    on_state = StateMap(StateSpace(z0), f)
-    if isinstance(gradient, Unrolled):
-        solution = _unrolled(on_state, z0, solver, gradient)
-        return solution.z, solution
-    assert solver is not None
-    engine = choose(on_state)
-    wanted = gradient if torch.is_grad_enabled() else None
-    found = engine.solve(on_state, z0, solver, wanted)
-    if wanted is None:
-        return found.solution.z, found.solution
-    if isinstance(gradient, Implicit) and second_order.needed(gradient):
-        return second_order.attach_twice(on_state, found, gradient, engine), found.solution
-    return attach(on_state, found, gradient, engine), found.solution
+    space = StateSpace(z0)
+    on_state = StateMap(space, f)
+    wanted = gradient if torch.is_grad_enabled() and not torch.compiler.is_exporting() else None
+    transformed = is_transformed()
+    with blind(without_values(pytree.tree_leaves(z0))):
+        if isinstance(gradient, Unrolled):
+            solution = _unrolled(on_state, z0, solver, gradient)
+            return solution.z, solution
+        assert solver is not None
+        if transformed:
+            found = functional.solve(on_state, z0, solver, wanted)
+            return functional.attach(on_state, found, gradient), found.solution
+        engine = choose(on_state)
+        found = engine.solve(on_state, z0, solver, wanted)
+        if wanted is None:
+            return found.solution.z, found.solution
+        if isinstance(gradient, Implicit) and second_order.needed(gradient):
+            return second_order.attach_twice(on_state, found, gradient, engine), found.solution
+        return attach(on_state, found, gradient, engine), found.solution
 
 
 def _unrolled(f: StateMap, z0: State, solver: Solver | None, gradient: Unrolled) -> Solution:
     """Steps through autograd, from z0 or from the solution of a solve."""
     space, found, vector = f.space, None, None
     if solver is not None:
-        solved = choose(f).solve(f, z0, solver, None)
+        solves = functional.solve if is_transformed() else choose(f).solve
+        solved = solves(f, z0, solver, None)
         found, vector = solved.solution, solved.vector
         torch.clear_autocast_cache()
     judge = solver or Picard(tol=0.0, stop="whole")

@@ -20,7 +20,7 @@ from gdeq.solution import Solution
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import State, copied
-from gdeq.uncompiled import uncompiled
+from gdeq.tracing import is_traced, uncompiled
 
 
 class UnsteadyCellWarning(UserWarning):
@@ -124,7 +124,8 @@ class DEQ(nn.Module):
             z, solution = find(f, z0, self.solver, self.gradient)
         if solution.z is z:  # it must stay what it is when the caller changes the output in place
             solution = replace(solution, z=copied(z))
-        self.solution = solution
+        if not is_traced():  # it would outlive what its tensors stand for
+            self.solution = solution
         return z
 
     def _initial_state(self, *inputs: Any, **options: Any) -> State:

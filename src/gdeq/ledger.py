@@ -11,6 +11,7 @@ from torch import Tensor
 from gdeq.operators import relative, safe_norms
 from gdeq.solution import Status
 from gdeq.solvers.base import Solver, System
+from gdeq.tracing import look_is_free
 
 LEAST_PART = 1e-5
 
@@ -140,8 +141,8 @@ class Ledger:
 
     def note(self, step: int, good: Tensor, norms: Norms) -> Tensor:
         """Take in the iterate of a step for the ``good`` samples; says for which it is the best."""
-        on_cpu = good.device.type == "cpu"
-        all_good = on_cpu and bool(good.all())
+        looks = look_is_free(good.device)
+        all_good = looks and bool(good.all())
         absolute, size, _, parts = norms
         claimed = self._claimed(norms)
         before, relative = self.relative, norms._replace(absolute=claimed).relative()
@@ -158,7 +159,7 @@ class Ledger:
         self.peak = torch.maximum(self.peak, self.absolute)  # of a frozen sample nothing changes
         rounded = absolute < claimed if self.linear else self.relative <= self.rounding
         ends = good & (rounded | (self.residual <= self.solver.tol))
-        if not on_cpu or bool(ends.any()):  # a look is free on a CPU and mostly saves the work
+        if not looks or bool(ends.any()):  # a look is free on a CPU and mostly saves the work
             self._close(good, good & rounded, before, size)
         better = good & (claimed < self.best_absolute)
         self.best_absolute = torch.where(better, claimed, self.best_absolute)

@@ -245,6 +245,11 @@ def copied(z: State) -> State:
     return pytree.tree_map(lambda leaf: leaf.detach().clone(), z)
 
 
+def detached(z: State) -> State:
+    """The same tensors without autograd history."""
+    return pytree.tree_map(lambda leaf: leaf.detach(), z)
+
+
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Outside autocast: the solvers' own algebra must not be rounded to half precision."""
     if _autocast_enabled(device.type):

@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gdeq.looking import host_may_look
 from gdeq.operators import Inverse, LowRankInverse, dot, norm, safe_norms
 from gdeq.options import check_integer, check_real, options
 from gdeq.solvers.base import Point, Solver, System, advance, change_seen, select
+from gdeq.tracing import host_may_look, look_is_free
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Broyden(Solver):
         sound = denominator.abs().squeeze(1) > 1e3 * eps * norm(s) * norm(by)
         sound &= change_seen(here.g, there, state.precision)
         accept = accepted & sound
-        if s.device.type == "cpu" and bool(accept.all()):
+        if look_is_free(s.device) and bool(accept.all()):
             u = (s - by) / denominator
         else:
             state.in_step = False
