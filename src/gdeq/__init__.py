@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from gdeq.export import fixed_steps
 from gdeq.fixed_point import fixed_point, solve
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured, Unrolled
 from gdeq.holding import VariationalDropout, hold, weight_norm
@@ -36,6 +37,7 @@ __all__ = [
     "VariationalDropout",
     "capture",
     "fixed_point",
+    "fixed_steps",
     "hold",
     "jacobian_penalty",
     "residual_penalty",

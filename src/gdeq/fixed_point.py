@@ -70,6 +70,8 @@ def find(
     wanted = gradient if torch.is_grad_enabled() and not torch.compiler.is_exporting() else None
     transformed = is_transformed()
     with blind(without_values(pytree.tree_leaves(z0))):
+        if torch.compiler.is_dynamo_compiling():
+            return functional.compiled(on_state, z0, solver, wanted), None
         if isinstance(gradient, Unrolled):
             solution = _unrolled(on_state, z0, solver, gradient)
             return solution.z, solution

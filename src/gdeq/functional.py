@@ -30,7 +30,8 @@ from torch.utils import _pytree as pytree
 
 from gdeq.adjoint import check_second_order
 from gdeq.engine import REFERENCE, Found
-from gdeq.gradients import Gradient, Implicit
+from gdeq.gradients import Gradient, Implicit, Unrolled
+from gdeq.loop import iterate
 from gdeq.solution import BackwardRecord, Solution
 from gdeq.solvers.base import Solver, System
 from gdeq.state import State, StateMap, StateSpace, Vectorized, detached, full_precision
@@ -64,6 +65,30 @@ def attach(f: StateMap, found: Found, gradient: Gradient) -> State:
         tape = Tape(f, found.vector)
         made = attached(tape, found.vector, tape.given, order, gradient, found.solution)
         return f.space.unpack(made)
+
+
+def compiled(f: StateMap, z0: State, solver: Solver | None, gradient: Gradient | None) -> State:
+    """The fixed point and its gradient in plain operations, for `torch.compile`.
+
+    −B⁻¹(f(z) − f(z)), the second f(z) without autograd, is 0 and has the gradient −B⁻ᵀv.
+    """
+    space = f.space
+    with full_precision(space.device):
+        z, inverse = space.start(z0), None
+        if solver is not None:
+            with torch.no_grad():
+                found = iterate(f, z, solver, System(f.precision, space.sizes))
+            z, inverse = found.z, found.inverse
+        if isinstance(gradient, Unrolled):
+            z, _ = gradient.unroll(f, z, lambda fz, z: fz)
+        elif gradient is not None:
+            fz = f(z)
+            zero = fz - fz.detach()
+            if gradient.needs.inverse:
+                assert inverse is not None
+                zero = inverse.negative_matvec(zero)
+            z = z + zero
+        return space.unpack(z)
 
 
 def attached(

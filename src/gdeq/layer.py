@@ -122,10 +122,11 @@ class DEQ(nn.Module):
         self.solution = None  # frees the last call's inverse before this one grows
         with hold(self.cell):
             z, solution = find(f, z0, self.solver, self.gradient)
+        if is_traced():  # a record would outlive what its tensors stand for
+            return z
         if solution.z is z:  # it must stay what it is when the caller changes the output in place
             solution = replace(solution, z=copied(z))
-        if not is_traced():  # it would outlive what its tensors stand for
-            self.solution = solution
+        self.solution = solution
         return z
 
     def _initial_state(self, *inputs: Any, **options: Any) -> State:

@@ -191,7 +191,7 @@ class Ledger:
 
         With a tolerance, a sample that never met it gets its best iterate.
         """
-        unfinished = self.codes == Status.RUNNING
+        unfinished = self.codes.eq(Status.RUNNING)
         out_of_steps = Status.MAX_STEPS if self.watch else Status.FIXED_STEPS
         codes = torch.where(unfinished, out_of_steps, self.codes)
         worse = unfinished & (self.absolute > self.first_absolute)
@@ -200,9 +200,9 @@ class Ledger:
         codes = torch.where(stalled, Status.STALLED, codes)
         if not self.watch:
             # The step at which f was no longer finite was not taken.
-            at = self.steps - (codes == Status.NONFINITE).long()
+            at = self.steps - codes.eq(Status.NONFINITE).long()
             return codes, self.residual, self.parts, at
-        missed = (codes != Status.CONVERGED) & (codes != Status.NONFINITE_START)
+        missed = codes.ne(Status.CONVERGED) & codes.ne(Status.NONFINITE_START)
         residual = torch.where(missed, self.best_residual, self.residual)
         parts = _of_rows(missed, self.best_parts, self.parts)
         return codes, residual, parts, torch.where(missed, self.best_step, self.steps)

@@ -34,7 +34,7 @@ class Iterates:
 
     @property
     def converged(self) -> Tensor:  # (batch,)
-        return self.codes == Status.CONVERGED
+        return self.codes.eq(Status.CONVERGED)
 
 
 def iterate(

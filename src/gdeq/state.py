@@ -225,19 +225,26 @@ class StateMap:
 
     def leaves(self, z: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of f(z) for those of z."""
-        versions = [None if leaf.is_inference() else leaf._version for leaf in z]
+        versions = _versions(z)
         with (
             torch.autocast(self.kind, dtype=self.autocast_dtype)
             if self.autocast
             else contextlib.nullcontext()
         ):
             out = self.f(self.space.state(z))
-        if versions != [None if leaf.is_inference() else leaf._version for leaf in z]:
+        if versions != _versions(z):
             raise StateError(
                 "f changed its argument z in place; the solver still needs it: use operations "
                 "that return a new tensor (nn.ReLU(inplace=False), z = z + ... for z += ...)"
             )
         return self.space.leaves(out, "f(z)", cast=self.autocast)
+
+
+def _versions(leaves: Sequence[Tensor]) -> list[int | None]:
+    """How often each was changed in place, where that is known."""
+    if torch.compiler.is_compiling():
+        return []
+    return [None if leaf.is_inference() else leaf._version for leaf in leaves]
 
 
 def copied(z: State) -> State:

@@ -15,6 +15,10 @@ from torch.autograd import forward_ad
 
 P = ParamSpec("P")
 T = TypeVar("T")
+WHY = (
+    "gdeq: a solve stops where its values say, which is no single graph; compile the cell with "
+    "deq.cell.compile(), or make the solves of a model traceable with gdeq.fixed_steps(model)"
+)
 # Not context variables: backward passes run in threads of their own.
 _hidden = [False]  # on devices
 _blind = [False]  # everywhere
@@ -56,10 +60,15 @@ def blind(wanted: bool = True) -> Iterator[None]:
         _blind.pop()
 
 
+def is_blind() -> bool:
+    return _blind[-1]
+
+
 def transforms() -> list[str]:
     """The `torch.func` transforms around this call, outermost first: "Grad", "Jvp", "Vmap"."""
-    stack = functorch.get_interpreter_stack()
-    return [] if stack is None else [level.key().name for level in stack]
+    if torch.compiler.is_dynamo_compiling():  # which cannot see them
+        return []
+    return [level.key().name for level in functorch.get_interpreter_stack() or ()]
 
 
 def without_values(leaves: Sequence[Tensor]) -> bool:
@@ -93,6 +102,8 @@ def row_by_row(
 
 def is_transformed() -> bool:
     """Whether derivatives are taken otherwise than by a backward pass, or of many at once."""
+    if torch.compiler.is_compiling():
+        return False
     return forward_ad._current_level >= 0 or bool(transforms())
 
 
@@ -137,12 +148,13 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if not apart:
-            kept = torch.compiler.disable(function)
+            kept = torch.compiler.disable(function, reason=WHY)
             _skip(call)
             apart.append(kept)
         return apart[0](*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = WHY  # type: ignore[attr-defined]
     return call
 
 
