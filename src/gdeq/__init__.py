@@ -3,7 +3,7 @@
 from typing import Any
 
 from gdeq.export import fixed_steps
-from gdeq.fixed_point import fixed_point, solve
+from gdeq.fixed_point import fixed_point, solve, trajectory
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured, Unrolled
 from gdeq.holding import VariationalDropout, hold, weight_norm
 from gdeq.layer import DEQ, UnsteadyCellWarning
@@ -43,6 +43,7 @@ __all__ = [
     "residual_penalty",
     "solve",
     "spectral_radius",
+    "trajectory",
     "weight_norm",
 ]
 

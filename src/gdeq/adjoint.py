@@ -185,14 +185,23 @@ class Product:
 
     def __call__(self, u: Sequence[Tensor]) -> list[Tensor]:
         roots = [(leaf, part) for leaf, part in zip(self.out, u, strict=True) if leaf.requires_grad]
-        found = torch.autograd.grad(
-            [leaf for leaf, _ in roots],
-            self.z_in,
-            [part for _, part in roots],
-            retain_graph=True,
-            create_graph=torch.is_grad_enabled(),
-            allow_unused=True,
-        )
+        try:
+            found = torch.autograd.grad(
+                [leaf for leaf, _ in roots],
+                self.z_in,
+                [part for _, part in roots],
+                retain_graph=True,
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+        except RuntimeError as problem:
+            if "use_reentrant=True" not in str(problem):
+                raise
+            raise RuntimeError(
+                "f uses reentrant checkpointing, through which PyTorch computes no VJPs: call "
+                "checkpoint(..., use_reentrant=False), or take a gradient without VJPs, JFB() or "
+                "GDEQ()"
+            ) from problem
         pairs = zip(found, self.z_in, strict=True)  # f may ignore z
         return [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]
 

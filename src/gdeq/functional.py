@@ -186,7 +186,7 @@ class _Rule:
             made = REFERENCE.adjoint(gradient, [v.detach()], product, Found(self.solution, space))
 
         def equation(w: Tensor, v: Tensor, z: Tensor, *given: Tensor) -> Tensor:
-            return v + torch.func.vjp(lambda z: self.f(z, *given), z)[1](w)[0]
+            return v + _pullback(lambda z: self.f(z, *given), z)(w)
 
         return self._differentiable(equation, made.w[0].detach(), v, z, *given)
 
@@ -235,17 +235,21 @@ class _Product:
     ) -> None:
         self.dtypes, self.usable = dtypes, usable
         if usable:
-            _, self.pull = torch.func.vjp(lambda z: f(z, *given), z.detach())
+            self.pull = _pullback(lambda z: f(z, *given), z.detach())
 
     def __call__(self, u: Sequence[Tensor]) -> list[Tensor]:
-        return [part.detach() for part in self.pull(*u)]
+        return [self.pull(*u).detach()]
+
+
+def _pullback(f: Vectorized, z: Tensor) -> Vectorized:
+    """u ↦ Jᵀu."""
+    made: Any = torch.func.vjp(f, z)
+    return lambda u: made[1](u)[0]
 
 
 def _pushforward(f: Vectorized, z: Tensor) -> Vectorized:
     """u ↦ Ju, as the transpose of u ↦ Jᵀu: f need not have formulas for forward mode."""
-    fz, pull = torch.func.vjp(f, z)
-    _, push = torch.func.vjp(lambda u: pull(u)[0], torch.zeros_like(fz))
-    return lambda u: push(u)[0]
+    return _pullback(_pullback(f, z), torch.zeros_like(z))
 
 
 class _Newton(torch.autograd.Function):
@@ -257,9 +261,9 @@ class _Newton(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.rule, z, _, *given = inputs
-        ctx.save_for_backward(z, *given)
-        ctx.save_for_forward(z, *given)
+        ctx.rule, saved = inputs[0], (inputs[1], *inputs[3:])
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
 
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Any, ...]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 
-from gdeq.fixed_point import check_pair, find
+from gdeq.fixed_point import check_pair, find, find_all
 from gdeq.gradients import DEFAULT, Gradient
 from gdeq.holding import hold
 from gdeq.options import describe
@@ -112,6 +112,20 @@ class DEQ(nn.Module):
                     "DEQ(lambda z, x: torch.tanh(linear(z) + x))"
                 )
             raise
+
+    @uncompiled
+    def trajectory(
+        self, *inputs: Any, at: Sequence[int], z0: State = None, **options: Any
+    ) -> list[State]:
+        """The states after these solver steps and, last, the fixed point (`gdeq.trajectory`)."""
+        self.solution = None
+        z0 = self._initial_state(*inputs, **options) if z0 is None else z0
+        with hold(self.cell):
+            f = lambda z: self.cell(z, *inputs, **options)  # noqa: E731
+            states, solution = find_all(f, z0, self.solver, self.gradient, at)
+        if not is_traced():
+            self.solution = replace(solution, z=copied(solution.z))
+        return states
 
     def equilibrium(self, f: Callable[[State], State], z0: State) -> State:
         """The fixed point of ``f`` from ``z0`` by this layer's solver and gradient.

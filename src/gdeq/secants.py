@@ -64,11 +64,11 @@ class Secants:
         """
         batch, places, _ = self.s.shape
         at = torch.arange(batch, device=s.device) * places + self.count % places
-        self.s.flatten(0, 1).index_copy_(0, at, s)
-        self.y.flatten(0, 1).index_copy_(0, at, y)
+        self.s.flatten(0, 1).index_put_((at,), s)
+        self.y.flatten(0, 1).index_put_((at,), y)
         length = norm(s)
         self.far += length.unsqueeze(1)
-        self.far.view(-1).index_copy_(0, at, length)
+        self.far.view(-1).index_put_((at,), length)
         self.count = self.count + seen
 
     def close(self, z: Tensor, ended: Tensor) -> None:  # (batch, d), (batch,)

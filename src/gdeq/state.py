@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -270,9 +271,13 @@ def _named_leaves(value: State, who: str) -> tuple[list[tuple[str, Tensor]], pyt
     named = [(who + pytree.keystr(path), leaf) for path, leaf in found]
     for path, leaf in named:
         if not isinstance(leaf, Tensor):
+            name = type(leaf).__name__
+            hint = (
+                f"; call torch.export.register_dataclass({name}) once" if is_dataclass(leaf) else ""
+            )
             raise StateTypeError(
                 f"{path} must be a tensor or a tuple, list or dict of tensors, "
-                f"got {type(leaf).__name__}"
+                f"got {type(leaf).__name__}{hint}"
             )
     structure = pytree.tree_structure(value)
     if structure.num_leaves != len(named):  # PyTorch takes an instance of a subclass for a leaf

@@ -93,11 +93,11 @@ def row_by_row(
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
     first = next(leaf for leaf in leaves if functorch.is_legacy_batchedtensor(leaf))
-    count = len(torch._remove_batch_dim(first, level, 1, 0))  # type: ignore[attr-defined]
-    whole = [torch._remove_batch_dim(leaf, level, count, 0) for leaf in leaves]  # type: ignore[attr-defined]
+    count = len(torch._remove_batch_dim(first, level, 1, 0))
+    whole = [torch._remove_batch_dim(leaf, level, count, 0) for leaf in leaves]
     made = [function(list(row)) for row in zip(*whole, strict=True)]
     columns = map(torch.stack, zip(*made, strict=True))
-    return [torch._add_batch_dim(column, 0, level) for column in columns]  # type: ignore[attr-defined]
+    return [torch._add_batch_dim(column, 0, level) for column in columns]
 
 
 def is_transformed() -> bool:
