@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from gdeq import functional
 from gdeq.adjoint import attach
@@ -57,7 +56,7 @@ def solve(f: Callable[[State], State], z0: State, solver: Solver | None = None) 
     """
     solver = Broyden() if solver is None else check_solver(solver)
     on_state = StateMap(StateSpace(z0), f)
-    with blind(without_values(pytree.tree_leaves(z0))):
+    with blind(without_values(on_state.space.leaves(z0, "z0", cast=True))):
         solves = functional.solve if is_transformed() else choose(on_state).solve
         return solves(on_state, z0, solver, None).solution
 
@@ -90,7 +89,7 @@ def find(
     check_pair(solver, gradient)
     on_state = StateMap(StateSpace(z0), f)
     wanted = gradient if torch.is_grad_enabled() and not torch.compiler.is_exporting() else None
-    with blind(without_values(pytree.tree_leaves(z0))):
+    with blind(without_values(on_state.space.leaves(z0, "z0", cast=True))):
         if torch.compiler.is_dynamo_compiling():
             z = functional.compiled(on_state, z0, solver, wanted)
             return z, cast(Solution, None)  # there are no values to record
@@ -123,7 +122,7 @@ def find_all(
             raise ValueError(f"the solver makes {solver.max_iter} steps at most, not {step}")
     kept: dict[int, Tensor] = {}
     on_state = StateMap(StateSpace(z0), f)
-    with blind(without_values(pytree.tree_leaves(z0))):
+    with blind(without_values(on_state.space.leaves(z0, "z0", cast=True))):
         solve = functional.solve if is_transformed() else REFERENCE.solve
         found = solve(on_state, z0, _watched(solver, kept), gradient)
         torch.clear_autocast_cache()

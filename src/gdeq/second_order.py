@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gdeq.adjoint import Evaluation, Link, Product, this_pass
 from gdeq.engine import Engine, Found, VectorAdjoint
-from gdeq.gradients import Implicit
+from gdeq.gradients import Gradient, Implicit
 from gdeq.solution import BackwardRecord
 from gdeq.state import State, StateMap, StateSpace, full_precision
 
