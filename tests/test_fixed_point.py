@@ -165,3 +165,41 @@ def test_unrolled_steps_go_on_from_all_digits_of_a_solve():
     rounded = solved.solution.z.float()
     other = (rounded + 0.5 * (f(solved.solution.z).float() - rounded)).to(torch.bfloat16)
     assert not torch.equal(found.z, other)  # the rounded start would be seen
+
+
+# --- states along the way -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gradient", [gdeq.Implicit(), gdeq.JFB(), gdeq.Unrolled(1)], ids=str)
+def test_states_on_the_way_have_the_gradient_of_the_layer(gradient):
+    torch.manual_seed(0)
+    weight = torch.randn(4, 4, dtype=torch.float64) / 6
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    deq = gdeq.DEQ(lambda z, x: torch.tanh(z @ weight.T + x), gdeq.Broyden(9, 0.0), gradient)
+    states = deq.trajectory(x, at=[2, 5])
+    assert torch.equal(states[-1], deq(x))
+    for step, state in zip((2, 5), states, strict=False):
+        z = gdeq.solve(
+            lambda z: torch.tanh(z @ weight.T + x), torch.zeros_like(x), gdeq.Broyden(step, 0.0)
+        ).z
+        slope = 1 - torch.tanh(z @ weight.T + x.detach()).square()
+        v = torch.ones_like(z)
+        if isinstance(gradient, gdeq.Implicit):
+            jacobian = slope.unsqueeze(2) * weight
+            v = torch.linalg.solve(torch.eye(4) - jacobian.mT, v)
+        if not isinstance(gradient, gdeq.Unrolled):
+            torch.testing.assert_close(state, z)
+        (found,) = torch.autograd.grad(state.sum(), x, retain_graph=True)
+        torch.testing.assert_close(found, slope * v, rtol=1e-5, atol=1e-7)
+
+
+def test_a_trajectory_outside_the_solve():
+    x = torch.zeros(2, 3)
+    states = gdeq.trajectory(torch.cos, x, at=[1, 40], solver=gdeq.Broyden(max_iter=40))
+    assert torch.equal(states[1], states[2])  # the solve had ended before
+    with pytest.raises(ValueError, match="makes 4 steps at most, not 5"):
+        gdeq.trajectory(torch.cos, x, at=[5], solver=gdeq.Broyden(max_iter=4))
+    with pytest.raises(ValueError, match="at least 1"):
+        gdeq.trajectory(torch.cos, x, at=[0])
+    with pytest.raises(ValueError, match="needs a solver"):
+        gdeq.DEQ(torch.add, None, gdeq.Unrolled(2)).trajectory(x, at=[1])

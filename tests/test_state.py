@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -387,3 +388,24 @@ def test_dicts_of_all_kinds(kind):
     )
     assert found.converged.all()
     torch.testing.assert_close(found.z["a"], torch.full((2, 3), 8 / 7))
+
+
+@dataclass
+class Fields:
+    coarse: Tensor
+    fine: Tensor
+
+
+def test_dataclasses_are_states_once_they_are_registered():
+    z0 = Fields(tensor(2, 3), tensor(2, 4))
+
+    def f(z):
+        return Fields(torch.cos(z.coarse), 0.5 * torch.cos(z.fine))
+
+    with pytest.raises(TypeError, match=r"register_dataclass\(Fields\)"):
+        gdeq.solve(f, z0)
+    torch.export.register_dataclass(Fields)
+    for gradient in (gdeq.GDEQ(refine=1), gdeq.Implicit()):
+        solution = gdeq.fixed_point(f, z0, gradient=gradient)
+        assert type(solution.z) is Fields
+        assert solution.converged.all()

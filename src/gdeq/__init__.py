@@ -3,7 +3,8 @@
 from typing import Any
 
 from gdeq.checks import ConvergenceWarning, CoupledSamplesWarning, UnsteadyCellWarning
-from gdeq.fixed_point import fixed_point, solve
+from gdeq.export import fixed_steps
+from gdeq.fixed_point import fixed_point, solve, trajectory
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured, Unrolled
 from gdeq.holding import (
     VariationalDropout,
@@ -48,6 +49,7 @@ __all__ = [
     "apply_norm",
     "capture",
     "fixed_point",
+    "fixed_steps",
     "hold",
     "jacobian_penalty",
     "mixed_start",
@@ -57,6 +59,7 @@ __all__ = [
     "spectral_norm",
     "spectral_radius",
     "steady",
+    "trajectory",
     "weight_norm",
 ]
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from gdeq.engine import Adjoint, Engine, Found
 from gdeq.gradients import Gradient, Implicit
 from gdeq.state import State, StateMap, StateSpace, full_precision
+from gdeq.tracing import blind, row_by_row, without_values
 
 
 @dataclass
@@ -40,8 +41,11 @@ class Link:
     def cotangents(self, v: list[Tensor], vjp: Product) -> list[Tensor]:
         """What the output node makes of ∂ℓ/∂z: w, in the tensors of f(z)."""
         # Without VJPs w may be differentiated as it is made, if autograd is on.
-        with torch.no_grad() if vjp.usable else contextlib.nullcontext():
+        unseen = without_values(v)
+        with blind(unseen), torch.no_grad() if vjp.usable else contextlib.nullcontext():
             made = self.engine.adjoint(self.gradient, v, vjp, self.found)
+        if unseen:
+            return made.w
         self.found.solution.record.write(self.gradient, made.report)
         if vjp.usable:
             self.of_pass, self.adjoint = this_pass(), made
@@ -54,6 +58,9 @@ class Link:
         if self.awaits_product:
             assert self.adjoint is not None
             record = self.found.solution.record
+            if without_values(products):
+                self.forget()
+                return [None for _ in products]
             with torch.no_grad():  # a record with a graph would keep this node, and itself, alive
                 record.measured(self.adjoint.residual(products))
                 if record.length is None:  # the weight of what was just measured
@@ -156,14 +163,14 @@ class _Output(torch.autograd.Function):
         if all(leaf is None for leaf in arrived):  # a pass that ended at the input node before this
             return None, None, None, *(None for _ in tensors or arrived)
         if torch.is_grad_enabled():  # the caller asked for create_graph=True
-            _check_second_order(ctx.link.gradient)
+            check_second_order(ctx.link.gradient)
         v = [  # a loss need not use all of the state
             torch.zeros(shape, dtype=dtype, device=space.device) if leaf is None else leaf
             for leaf, shape, dtype in zip(arrived, space.shapes, space.dtypes, strict=True)
         ]
         vjp = Product(ctx.dtypes, tensors[:count], tensors[count:])
         with full_precision(space.device):
-            w = ctx.link.cotangents(v, vjp)
+            w = row_by_row(lambda v: ctx.link.cotangents(v, vjp), v)
         return None, None, None, *w, *(None for _ in tensors[count:])
 
 
@@ -178,14 +185,23 @@ class Product:
 
     def __call__(self, u: Sequence[Tensor]) -> list[Tensor]:
         roots = [(leaf, part) for leaf, part in zip(self.out, u, strict=True) if leaf.requires_grad]
-        found = torch.autograd.grad(
-            [leaf for leaf, _ in roots],
-            self.z_in,
-            [part for _, part in roots],
-            retain_graph=True,
-            create_graph=torch.is_grad_enabled(),
-            allow_unused=True,
-        )
+        try:
+            found = torch.autograd.grad(
+                [leaf for leaf, _ in roots],
+                self.z_in,
+                [part for _, part in roots],
+                retain_graph=True,
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+        except RuntimeError as problem:
+            if "use_reentrant=True" not in str(problem):
+                raise
+            raise RuntimeError(
+                "f uses reentrant checkpointing, through which PyTorch computes no VJPs: call "
+                "checkpoint(..., use_reentrant=False), or take a gradient without VJPs, JFB() or "
+                "GDEQ()"
+            ) from problem
         pairs = zip(found, self.z_in, strict=True)  # f may ignore z
         return [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]
 
@@ -195,7 +211,7 @@ def this_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def _check_second_order(gradient: Gradient) -> None:
+def check_second_order(gradient: Gradient) -> None:
     if gradient.second_order:
         return
     if isinstance(gradient, Implicit):

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gdeq.looking import host_may_look
 from gdeq.operators import safe_norms
 from gdeq.state import State, StateMap
+from gdeq.tracing import host_may_look
 
 
 class UnsteadyCellWarning(UserWarning):

@@ -9,9 +9,10 @@ seam as the user's tensors.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,12 +21,12 @@ from torch import Tensor
 
 from gdeq import loop
 from gdeq.gradients import Gradient
-from gdeq.looking import together
 from gdeq.operators import StateInverse, relative, safe_norms
 from gdeq.options import describe
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Solver, System
 from gdeq.state import State, StateMap, StateSpace, Vectorized, full_precision
+from gdeq.tracing import is_blind, is_traced, together
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Found:
 
     solution: Solution
     space: StateSpace
-    vector: Tensor | None = None  # (batch, d) z, where it has more digits than the user's tensors
+    vector: Any = None  # (batch, d) z, where it has more digits than the user's tensors
     inside: Tensor | None = None  # (batch, 1) where f can be given z; None: everywhere
     output: list[Tensor] | None = None  # the tensors of z for the user, if they need no copy
     evaluation: Any = None  # `gdeq.adjoint.Evaluation` at z, if it was made during the solve
@@ -212,7 +213,7 @@ def choose(f: StateMap) -> Engine:
         return chosen
     if groups := getattr(f.f, "groups", ()):
         return Together(groups)
-    if not runs_fast(f.space.device):
+    if is_blind() or not runs_fast(f.space.device):
         return REFERENCE
     from gdeq.fast.engine import FAST  # noqa: PLC0415 (loaded where it is used)
 
@@ -231,6 +232,20 @@ def runs_fast(device: torch.device) -> bool:
     if chosen == "fast" and not fast.available(device):
         raise ValueError(f"engine 'fast' needs {fast.REQUIRES}; the state is on {device}")
     return fast.available(device)
+
+
+def faster(module: Any, *inputs: Any) -> Callable[[], Any] | None:
+    """A faster way to what a model or its cell returns for these inputs; None where there is none.
+
+    ``module.config.fused`` says whether to look for one: True, False, or "auto" where work is done
+    by `gdeq.fast`.  There a model has a module of the same name as its own, with a ``runner``.
+    """
+    wanted = module.config.fused
+    if wanted is False or is_traced() or not (wanted is True or runs_fast(inputs[-1].device)):
+        return None
+    name = type(module).__module__.rpartition(".")[2]
+    found: Any = importlib.import_module(f"gdeq.fast.{name}")
+    return found.runner(module, *inputs)
 
 
 @contextlib.contextmanager

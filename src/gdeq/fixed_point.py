@@ -5,23 +5,27 @@ Choose an engine, solve without autograd, attach gradients (`gdeq.adjoint`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
-from gdeq import second_order
+from gdeq import functional
 from gdeq.adjoint import attach
-from gdeq.engine import choose
+from gdeq.engine import REFERENCE, Engine, Found, choose
 from gdeq.gradients import DEFAULT, Gradient, Implicit, Unrolled
 from gdeq.ledger import Measure
-from gdeq.options import describe
-from gdeq.solution import Solution, Status
-from gdeq.solvers.base import Solver, System, check_solver
+from gdeq.options import count_of, describe
+from gdeq.second_order import attach_twice
+from gdeq.solution import BackwardRecord, Solution, Status
+from gdeq.solvers.base import Point, Solver, System, check_solver
 from gdeq.solvers.broyden import Broyden
 from gdeq.solvers.picard import Picard
 from gdeq.state import State, StateMap, StateSpace, full_precision
-from gdeq.uncompiled import uncompiled
+from gdeq.tracing import blind, is_transformed, uncompiled, without_values
 
 
 @uncompiled
@@ -52,7 +56,26 @@ def solve(f: Callable[[State], State], z0: State, solver: Solver | None = None) 
     """
     solver = Broyden() if solver is None else check_solver(solver)
     on_state = StateMap(StateSpace(z0), f)
-    return choose(on_state).solve(on_state, z0, solver, None).solution
+    with blind(without_values(on_state.space.leaves(z0, "z0", cast=True))):
+        solves = functional.solve if is_transformed() else choose(on_state).solve
+        return solves(on_state, z0, solver, None).solution
+
+
+@uncompiled
+def trajectory(
+    f: Callable[[State], State],
+    z0: State,
+    at: Sequence[int],
+    solver: Solver = Broyden(),  # noqa: B008 (frozen)
+    gradient: Gradient = DEFAULT,
+) -> list[State]:
+    """The states after these solver steps and, last, the fixed point, each with gradients.
+
+    For losses on the way (fixed-point correction).  A state has the gradient that it would have if
+    the solve had ended there; `GDEQ` uses what the whole solve learned.  After its last step a
+    sample stays where it is.  On a GPU this runs the reference engine, which is slower.
+    """
+    return find_all(f, z0, solver, gradient, at)[0]
 
 
 def find(
@@ -65,25 +88,87 @@ def find(
     """
     check_pair(solver, gradient)
     on_state = StateMap(StateSpace(z0), f)
-    if isinstance(gradient, Unrolled):
-        solution = _unrolled(on_state, z0, solver, gradient)
-        return solution.z, solution
-    assert solver is not None
-    engine = choose(on_state)
-    wanted = gradient if torch.is_grad_enabled() else None
-    found = engine.solve(on_state, z0, solver, wanted)
-    if wanted is None:
-        return found.solution.z, found.solution
-    if isinstance(gradient, Implicit) and second_order.needed(gradient):
-        return second_order.attach_twice(on_state, found, gradient, engine), found.solution
-    return attach(on_state, found, gradient, engine), found.solution
+    wanted = gradient if torch.is_grad_enabled() and not torch.compiler.is_exporting() else None
+    with blind(without_values(on_state.space.leaves(z0, "z0", cast=True))):
+        if torch.compiler.is_dynamo_compiling():
+            z = functional.compiled(on_state, z0, solver, wanted)
+            return z, cast(Solution, None)  # there are no values to record
+        if isinstance(gradient, Unrolled):
+            solution = _unrolled(on_state, z0, solver, gradient)
+            return solution.z, solution
+        assert solver is not None
+        engine = choose(on_state)
+        solve = functional.solve if is_transformed() else engine.solve
+        found = solve(on_state, z0, solver, wanted)
+        if wanted is None:
+            return found.solution.z, found.solution
+        return _attached(on_state, found, gradient, engine), found.solution
+
+
+def find_all(
+    f: Callable[[State], State],
+    z0: State,
+    solver: Solver | None,
+    gradient: Gradient,
+    at: Sequence[int],
+) -> tuple[list[State], Solution]:
+    """`trajectory`, and the solution."""
+    check_pair(solver, gradient)
+    if solver is None:
+        raise ValueError("a trajectory needs a solver; unroll f yourself for the states of a loop")
+    for step in at:
+        count_of("a step of a trajectory", step, 1)
+        if step > solver.max_iter:
+            raise ValueError(f"the solver makes {solver.max_iter} steps at most, not {step}")
+    kept: dict[int, Tensor] = {}
+    on_state = StateMap(StateSpace(z0), f)
+    with blind(without_values(on_state.space.leaves(z0, "z0", cast=True))):
+        solve = functional.solve if is_transformed() else REFERENCE.solve
+        found = solve(on_state, z0, _watched(solver, kept), gradient)
+        torch.clear_autocast_cache()
+        made = []
+        for step in (*at, 0):  # 0 stands for the end
+            vector = kept.get(step, found.vector).detach()
+            z = on_state.space.unpack(vector)
+            # The record of backward passes is that of the fixed point.
+            record = BackwardRecord() if step else found.solution.record
+            solution = replace(found.solution, z=z, record=record)
+            there = replace(found, solution=solution, vector=vector)
+            if isinstance(gradient, Unrolled):
+                z = _unrolled(on_state, z, None, gradient).z
+            elif torch.is_grad_enabled():
+                z = _attached(on_state, there, gradient, REFERENCE)
+            made.append(z)
+    return made, found.solution
+
+
+def _watched(solver: Solver, kept: dict[int, Tensor]) -> Solver:
+    """The same solver, which keeps the iterate of each step."""
+    twin = copy.copy(solver)
+
+    def learn(*seen: Any) -> tuple[Point, Any]:
+        here, state = solver.learn(*seen)
+        kept[len(kept) + 1] = here.z
+        return here, state
+
+    object.__setattr__(twin, "learn", learn)  # it is frozen
+    return twin
+
+
+def _attached(f: StateMap, found: Found, gradient: Gradient, engine: Engine) -> State:
+    if is_transformed():
+        return functional.attach(f, found, gradient)
+    if isinstance(gradient, Implicit) and gradient.double_backward:
+        return attach_twice(f, found, gradient, engine)
+    return attach(f, found, gradient, engine)
 
 
 def _unrolled(f: StateMap, z0: State, solver: Solver | None, gradient: Unrolled) -> Solution:
     """Steps through autograd, from z0 or from the solution of a solve."""
     space, found, vector = f.space, None, None
     if solver is not None:
-        solved = choose(f).solve(f, z0, solver, None)
+        solves = functional.solve if is_transformed() else choose(f).solve
+        solved = solves(f, z0, solver, None)
         found, vector = solved.solution, solved.vector
         torch.clear_autocast_cache()
     judge = solver or Picard(tol=0.0, stop="whole")

@@ -7,7 +7,7 @@ import difflib
 import inspect
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Never
 
@@ -22,7 +22,7 @@ from gdeq.checks import (
     process_groups,
     values_are_there,
 )
-from gdeq.fixed_point import check_pair, find
+from gdeq.fixed_point import check_pair, find, find_all
 from gdeq.gradients import DEFAULT, JFB, Gradient, Unrolled
 from gdeq.holding import hold
 from gdeq.options import describe
@@ -31,7 +31,7 @@ from gdeq.solvers.base import Solver, check_solver
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import State, StateMap, StateSpace, copied
 from gdeq.steady import unsteady_parts
-from gdeq.uncompiled import uncompiled
+from gdeq.tracing import is_traced, uncompiled
 
 # Reachable in float32.  In half precision its tolerance is raised to what f can resolve.
 SOLVER = Broyden(max_iter=18, tol=1e-3)
@@ -135,6 +135,20 @@ class DEQ(nn.Module):
                 )
             raise
 
+    @uncompiled
+    def trajectory(
+        self, *inputs: Any, at: Sequence[int], z0: State = None, **options: Any
+    ) -> list[State]:
+        """The states after these solver steps and, last, the fixed point (`gdeq.trajectory`)."""
+        self.solution = None
+        z0 = self._initial_state(*inputs, **options) if z0 is None else z0
+        with hold(self.cell):
+            f = lambda z: self.cell(z, *inputs, **options)  # noqa: E731
+            states, solution = find_all(f, z0, self.solver, self.gradient, at)
+        if not is_traced():
+            self.solution = replace(solution, z=copied(solution.z))
+        return states
+
     def equilibrium(self, f: Callable[[State], State], z0: State) -> State:
         """The fixed point of ``f`` from ``z0`` by this layer's solver and gradient.
 
@@ -174,13 +188,15 @@ class DEQ(nn.Module):
                     self._look_at_convergence(solution, solver)
                     if examine:
                         self._examine(f, solution.z, leaves, solver.tol)
+        out = z if self.batched else _only_one(z)
+        if is_traced():  # a record would outlive what its tensors stand for
+            return out
         if solution.z is z:  # it must stay what it is when the caller changes the output in place
             solution = replace(solution, z=copied(z))
         if not self.batched:
-            z = _only_one(z)
             solution = replace(solution, z=_only_one(solution.z), batched=False)
         self.solution = solution
-        return z
+        return out
 
     def _initial_state(self, *inputs: Any, **options: Any) -> State:
         """Where a solve starts without ``z0``."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from gdeq.operators import relative, safe_norms
 from gdeq.solution import Status
 from gdeq.solvers.base import Solver, System
+from gdeq.tracing import look_is_free
 
 LEAST_PART = 1e-5
 
@@ -138,6 +139,7 @@ class Ledger:
 
     def note(self, step: int, good: Tensor, norms: Norms) -> Tensor:
         """Take in the iterate of a step for the ``good`` samples; says for which it is the best."""
+        looks = look_is_free(good.device)
         absolute, size, _, parts = norms
         claimed = self._claimed(norms)
         before, relative = self.relative, norms._replace(absolute=claimed).relative()
@@ -153,8 +155,7 @@ class Ledger:
         self.peak = torch.maximum(self.peak, self.absolute)  # of a frozen sample nothing changes
         rounded = absolute < claimed if self.linear else self.relative <= self.rounding
         ends = good & (rounded | (self.residual <= self.solver.tol))
-        # A look is free on a CPU, and mostly saves the work.
-        if good.device.type != "cpu" or bool(ends.any()):
+        if not looks or bool(ends.any()):  # a look is free on a CPU and mostly saves the work
             self._close(good, good & rounded, before, size)
         better = good & (claimed < self.best_absolute)
         self.best_absolute = torch.where(better, claimed, self.best_absolute)
@@ -186,7 +187,7 @@ class Ledger:
 
         With a tolerance, a sample that never met it gets its best iterate.
         """
-        unfinished = self.codes == Status.RUNNING
+        unfinished = self.codes.eq(Status.RUNNING)
         out_of_steps = Status.MAX_STEPS if self.watch else Status.FIXED_STEPS
         codes = torch.where(unfinished, out_of_steps, self.codes)
         worse = unfinished & (self.absolute > self.first_absolute)
@@ -195,9 +196,9 @@ class Ledger:
         codes = torch.where(stalled, Status.STALLED, codes)
         if not self.watch:
             # The step at which f was no longer finite was not taken.
-            at = self.steps - (codes == Status.NONFINITE).long()
+            at = self.steps - codes.eq(Status.NONFINITE).long()
             return codes, self.residual, self.parts, at
-        missed = (codes != Status.CONVERGED) & (codes != Status.NONFINITE_START)
+        missed = codes.ne(Status.CONVERGED) & codes.ne(Status.NONFINITE_START)
         residual = torch.where(missed, self.best_residual, self.residual)
         parts = _of_rows(missed, self.best_parts, self.parts)
         return codes, residual, parts, torch.where(missed, self.best_step, self.steps)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from gdeq.ledger import Ledger, Measure
-from gdeq.looking import anywhere, host_may_look
 from gdeq.operators import Inverse, norm
 from gdeq.secants import Secants
 from gdeq.solution import Status
 from gdeq.solvers.base import Point, Solver, System, noise_level, select
 from gdeq.state import Vectorized
+from gdeq.tracing import anywhere, host_may_look
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Iterates:
 
     @property
     def converged(self) -> Tensor:  # (batch,)
-        return self.codes == Status.CONVERGED
+        return self.codes.eq(Status.CONVERGED)
 
 
 def iterate(
@@ -67,7 +67,8 @@ def iterate(
     secants = Secants.empty(z, solver.max_iter) if keep_secants else None
     trace: list[Tensor] = []
     best_z = z
-    looks = ledger.watch and host_may_look(z.device)
+    sees = host_may_look(z.device)
+    looks = ledger.watch and sees
 
     for step in range(1, solver.max_iter + 1):
         if looks and (step - 1) % solver.check_every == 0 and not anywhere(ledger.active):
@@ -82,7 +83,7 @@ def iterate(
                 break
             # NaN counts as worse.
             worse = active & ~(norms.absolute < (1 - 1e-4) * ledger.absolute)
-            if not anywhere(worse):
+            if sees and not anywhere(worse):
                 break
             z = select(worse, (here.z + z) / 2, z)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gdeq.options import count
 from gdeq.state import State, StateSpace, full_precision
+from gdeq.tracing import look_is_free
 
 
 class Inverse:
@@ -173,7 +174,7 @@ def safe_norms(*vectors: Tensor) -> tuple[Tensor, ...]:  # (batch, d) each -> (b
         wide = (torch.linalg.vector_norm(a, dim=1, dtype=torch.float64) for a in vectors)
         return tuple(size.to(a.dtype) for size, a in zip(wide, vectors, strict=True))
     plain = tuple(norm(a) for a in vectors)
-    if vectors[0].device.type == "cpu" and plain[0].numel():
+    if look_is_free(vectors[0].device) and plain[0].numel():
         least, largest = torch.stack(plain).aminmax()
         if least > 1e-15 and largest < 1e15:
             return plain

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -225,14 +226,14 @@ class StateMap:
 
     def leaves(self, z: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of f(z) for those of z."""
-        versions = [None if leaf.is_inference() else leaf._version for leaf in z]
+        versions = _versions(z)
         with (
             torch.autocast(self.kind, dtype=self.autocast_dtype)
             if self.autocast
             else contextlib.nullcontext()
         ):
             out = self.f(self.space.state(z))
-        if versions != [None if leaf.is_inference() else leaf._version for leaf in z]:
+        if versions != _versions(z):
             raise StateError(
                 "f changed its argument z in place; the solver still needs it: use operations "
                 "that return a new tensor (nn.ReLU(inplace=False), z = z + ... for z += ...)"
@@ -240,9 +241,21 @@ class StateMap:
         return self.space.leaves(out, "f(z)", cast=self.autocast)
 
 
+def _versions(leaves: Sequence[Tensor]) -> list[int | None]:
+    """How often each was changed in place, where that is known."""
+    if torch.compiler.is_compiling():
+        return []
+    return [None if leaf.is_inference() else leaf._version for leaf in leaves]
+
+
 def copied(z: State) -> State:
     """The same values in memory of their own, without autograd history."""
     return pytree.tree_map(lambda leaf: leaf.detach().clone(), z)
+
+
+def detached(z: State) -> State:
+    """The same tensors without autograd history."""
+    return pytree.tree_map(lambda leaf: leaf.detach(), z)
 
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -258,9 +271,13 @@ def _named_leaves(value: State, who: str) -> tuple[list[tuple[str, Tensor]], pyt
     named = [(who + pytree.keystr(path), leaf) for path, leaf in found]
     for path, leaf in named:
         if not isinstance(leaf, Tensor):
+            name = type(leaf).__name__
+            hint = (
+                f"; call torch.export.register_dataclass({name}) once" if is_dataclass(leaf) else ""
+            )
             raise StateTypeError(
                 f"{path} must be a tensor or a tuple, list or dict of tensors, "
-                f"got {type(leaf).__name__}"
+                f"got {type(leaf).__name__}{hint}"
             )
     structure = pytree.tree_structure(value)
     if structure.num_leaves != len(named):  # PyTorch takes an instance of a subclass for a leaf

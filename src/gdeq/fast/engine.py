@@ -32,13 +32,13 @@ from gdeq.fast.maps import FastMap
 from gdeq.fast.product import ProductInverse, Settled, Start
 from gdeq.gradients import GDEQ, JFB, Gradient
 from gdeq.ledger import judged_sizes
-from gdeq.looking import host_may_look
 from gdeq.loop import Iterates
 from gdeq.operators import relative, safe_norms
 from gdeq.refinement import LONGEST, Refinement
 from gdeq.solution import Cotangent
 from gdeq.solvers.base import Solver, System
 from gdeq.state import State, StateMap, Vectorized, full_precision
+from gdeq.tracing import host_may_look
 
 __all__ = ["FAST", "FastEngine", "available"]
 

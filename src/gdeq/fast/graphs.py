@@ -50,7 +50,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gdeq.fast import streams
-from gdeq.looking import hidden
+from gdeq.tracing import hidden
 
 # Not a context variable: the backward pass runs in a thread of its own.
 _recordings: list[Recording] = []

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gdeq.engine import faster
 from gdeq.gradients import DEFAULT, Gradient
 from gdeq.holding import Held, VariationalDropout, weight_norm
 from gdeq.layer import DEQ
@@ -321,7 +321,7 @@ class MDEQCell(Held):
         self.fusions = nn.ModuleList(Fusion(i, config) for i in range(len(config.channels)))
 
     def forward(self, z: MultiscaleState, injection: Tensor) -> MultiscaleState:
-        if run := accelerated(self, z, injection):
+        if run := faster(self, z, injection):
             return run()
         streams = [
             scale(part, injection if i == 0 else None)
@@ -432,19 +432,9 @@ class MDEQ(nn.Module):
         self.head = Head(config)
 
     def forward(self, images: Tensor) -> Tensor:
-        if run := accelerated(self, images):
+        if run := faster(self, images):
             return run()
         return self.head(self.deq(self.stem(images)))
-
-
-def accelerated(module: MDEQ | MDEQCell, *inputs: Any) -> Callable[[], Any] | None:
-    """A faster way to what ``module(*inputs)`` returns; None where there is none."""
-    fused, x = module.config.fused, inputs[-1]
-    if fused is False or torch.compiler.is_compiling() or not (fused is True or x.is_cuda):
-        return None
-    from gdeq.fast import mdeq as fast  # noqa: PLC0415 (plain models do without it)
-
-    return fast.runner(module, *inputs)
 
 
 def mdeq(

@@ -19,6 +19,20 @@ class AndersonState:
     precision: float
 
 
+def solve_small(a: Tensor, b: Tensor) -> Tensor:  # (batch, m, m), (batch, m) -> (batch, m)
+    """a⁻¹b for positive definite a."""
+    if not torch.compiler.is_exporting():
+        # solve_ex does not read the device to look for errors: the ridge keeps it regular.
+        return torch.linalg.solve_ex(a, b.unsqueeze(2))[0].squeeze(2)
+    both = torch.cat([a, b.unsqueeze(2)], dim=2)  # by elimination: ONNX has no linear solve
+    m = a.shape[1]
+    for k in range(m):
+        row = both[:, k : k + 1] / both[:, k : k + 1, k : k + 1]
+        others = (torch.arange(m, device=a.device) != k).to(a.dtype).view(1, m, 1)
+        both = both - others * both[:, :, k : k + 1] * row
+    return both[:, :, m] / both[:, :, :m].diagonal(dim1=1, dim2=2)
+
+
 @options
 class Anderson(Solver):
     """Anderson acceleration in difference form, per sample (Walker & Ni 2011).
@@ -64,9 +78,8 @@ class Anderson(Solver):
         right = torch.bmm(dg, here.g.unsqueeze(2)).squeeze(2) / size
         diagonal = torch.where(used, self.ridge(here.z.dtype), 1.0).double()
         system = gram.double() + torch.diag_embed(diagonal)
-        # solve_ex does not read the device to look for errors: the ridge keeps it regular.
-        scaled, _ = torch.linalg.solve_ex(system, right.double().unsqueeze(2))
-        gamma = scaled.squeeze(2).to(here.z.dtype) / size  # (batch, memory)
+        scaled = solve_small(system, right.double())
+        gamma = scaled.to(here.z.dtype) / size  # (batch, memory)
         plain = here.z + self.mixing * here.g
         return plain - torch.bmm(gamma.unsqueeze(1), dz + self.mixing * dg).squeeze(1)
 
@@ -74,7 +87,7 @@ class Anderson(Solver):
         self, here: Point, there: Point, accepted: Tensor, state: AndersonState
     ) -> tuple[Point, AndersonState]:
         sound = change_seen(here.g, there, state.precision).unsqueeze(1)
-        rows = torch.arange(len(accepted), device=accepted.device)
+        rows = torch.arange(accepted.shape[0], device=accepted.device)
         place = state.count % state.dz.shape[1]
         for kept, new in ((state.dz, there.z - here.z), (state.dg, there.g - here.g)):
             seen = torch.where(sound, new, 0.0)  # of noise nothing is learned

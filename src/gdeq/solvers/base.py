@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gdeq.operators import Inverse, norm
 from gdeq.options import check_choice, check_integer, check_real, describe, options
+from gdeq.tracing import look_is_free
 
 
 class Point(NamedTuple):
@@ -118,7 +119,7 @@ def change_seen(g: Tensor, there: Point, precision: float) -> Tensor:  # (batch,
 
 def select(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:  # (batch,), (batch, d), (batch, d)
     """``new`` where the mask holds, ``old`` elsewhere; never mixes in NaN by multiplication."""
-    if mask.device.type == "cpu" and bool(mask.all()):
+    if look_is_free(mask.device) and bool(mask.all()):
         return new  # reading the mask costs nothing here and saves a pass over the state
     return torch.where(mask.unsqueeze(1), new, old)
 

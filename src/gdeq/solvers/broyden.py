@@ -8,10 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gdeq.looking import host_may_look
 from gdeq.operators import Inverse, LowRankInverse, dot, norm, safe_norms
 from gdeq.options import check_integer, check_real, options
 from gdeq.solvers.base import Point, Solver, System, advance, change_seen, select
+from gdeq.tracing import host_may_look
 
 
 @dataclass

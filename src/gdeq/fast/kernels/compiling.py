@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from gdeq.fast.kernels.device import triton_is_there
-from gdeq.looking import hidden
+from gdeq.tracing import hidden
 
 THREADS = min(16, os.cpu_count() or 1)
 

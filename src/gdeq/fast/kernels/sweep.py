@@ -34,9 +34,9 @@ from gdeq.fast.kernels.verdict import REALS, WHOLES, finish, judge
 from gdeq.fast.kernels.words import COARSE_FROM, COMPILES, products_of_words, words_of
 from gdeq.fast.product import ProductInverse, Settled, Start, roundings, secants_of_steps
 from gdeq.ledger import flight_limit, judged_sizes, least_part
-from gdeq.looking import host_may_look
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import noise_level
+from gdeq.tracing import host_may_look
 
 # The best that was found on an H200.
 TILE = 2  # stored steps that a program reads at once

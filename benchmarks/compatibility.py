@@ -1,0 +1,98 @@
+"""What works with which part of PyTorch: a table whose rows are tests.
+
+.venv/bin/python benchmarks/compatibility.py            run the tests, write docs/compatibility.md
+.venv/bin/python benchmarks/compatibility.py --check    exit status 1 if the page is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "compatibility.md"
+
+
+class Row(NamedTuple):
+    feature: str
+    works: str
+    test: str  # a file, and a name in it: what pytest -k finds
+
+
+ROWS = (
+    Row("`torch.func.grad`, `vjp`, `jacrev`", "every gradient", "functional: approximate"),
+    Row("`vmap` over parameters, per-sample gradients", "every solver and gradient; all `max_iter` "
+        "steps are made, and samples freeze as they do otherwise", "functional: every_transform"),
+    Row("`torch.func.functional_call`", "yes, with dropout and weight norm held still",
+        "functional: dropout"),
+    Row("forward mode: `jvp`, `jacfwd`, dual numbers", "`Implicit` (one tangent solve), `JFB` and "
+        "`Unrolled`; others raise and name `Implicit`", "functional: jvp or jacfwd or forward"),
+    Row("`hessian`, other second derivatives", "`Implicit`; approximate gradients raise and name "
+        "it", "functional: hessian or second_derivatives"),
+    Row("`create_graph=True`", "`Implicit`, `JFB` and `Unrolled`; others raise",
+        "second_order: "),
+    Row("`autograd.functional.jacobian(vectorize=True)`", "yes; rows are solved in turn",
+        "functional: vectorize"),
+    Row("`torch.export`", "every solver and any batch size; the program needs no gdeq and is for "
+        "inference", "export: exported_model and not onnx"),
+    Row("ONNX", "the same, by `torch.onnx.export`", "export: onnx"),
+    Row("`torch.compile(model)`", "what is around the layer is compiled, the solve is not; compile "
+        "the cell with `deq.cell.compile()`", "compile: "),
+    Row("`torch.compile(model, fullgraph=True)`", "after `gdeq.fixed_steps(model)`: inference, and "
+        "training with `GDEQ()`, `JFB` or `Unrolled`; others raise", "export: graph"),
+    Row("checkpointing in a cell", "`use_reentrant=False`; with `True` only gradients without VJPs "
+        "(`JFB()`, `GDEQ()`), others raise", "adjoint: reentrant"),
+    Row("meta device, `FakeTensorMode`", "shapes of states and gradients", "export: shapes"),
+    Row("dataclass and NamedTuple states", "NamedTuples as they are; dataclasses after "
+        "`torch.export.register_dataclass`", "state: dataclass or round_trip"),
+    Row("states along the way", "`deq.trajectory(x, at=[6, 12])`, each with the layer's gradient",
+        "fixed_point: way or trajectory"),
+    Row("autocast", "yes; the solver's algebra stays in float32", "precision: "),
+)  # fmt: skip
+
+HEAD = """# Compatibility
+
+What works with which part of PyTorch. Each row has a test behind it, and
+`python benchmarks/compatibility.py` runs them and writes this page. Where something cannot work,
+an error says why and what to do.
+
+Under a transform of `torch.func` there is no record: `deq.solution` is None. Return what you need
+from `gdeq.fixed_point`, whose result can be used inside the transform.
+
+| part of PyTorch | works | test |
+|---|---|---|
+"""
+
+
+def passes(row: Row) -> bool:
+    name, _, chosen = row.test.partition(": ")
+    words = [sys.executable, "-m", "pytest", "-q", f"tests/test_{name}.py"]
+    words += ["-k", chosen] if chosen else []
+    return subprocess.run(words, check=False, cwd=ROOT).returncode == 0
+
+
+def page() -> str:
+    lines = []
+    for row in ROWS:
+        name, _, chosen = row.test.partition(": ")
+        where = f"`tests/test_{name}.py`" + (f", {chosen}" if chosen else "")
+        lines.append(f"| {row.feature} | {row.works} | {where} |\n")
+    return HEAD + "".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="only compare the page, run nothing")
+    if parser.parse_args().check:
+        sys.exit(PAGE.read_text() != page())
+    failed = [row.feature for row in ROWS if not passes(row)]
+    if failed:
+        sys.exit("not as the table says: " + ", ".join(failed))
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

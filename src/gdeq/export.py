@@ -1,0 +1,58 @@
+"""`fixed_steps`: a model whose solves are the same operations for every input."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from gdeq.gradients import Unrolled
+from gdeq.layer import DEQ
+from gdeq.options import count_of
+from gdeq.state import State
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class FixedSteps(DEQ):
+    """A `DEQ` that `torch.compile` traces with the model around it."""
+
+    def forward(self, *inputs: Any, z0: State = None, **options: Any) -> State:
+        compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        if compiling and torch.is_grad_enabled() and self._needs_products():
+            raise RuntimeError(
+                f"gdeq: {self.gradient} computes VJPs in the backward pass, which torch.compile "
+                "cannot trace; use gradient GDEQ(), JFB() or Unrolled(), or torch.no_grad()"
+            )
+        return _forward(self, *inputs, z0=z0, **options)
+
+    def _needs_products(self) -> bool:
+        return self.gradient.needs.vjp and not isinstance(self.gradient, Unrolled)
+
+
+_forward = inspect.unwrap(DEQ.forward)
+
+
+def fixed_steps(model: M, steps: int | None = None) -> M:
+    """Let every `DEQ` in ``model`` make exactly so many solver steps, in place.
+
+    Then the model is one graph: for ``torch.compile(model, fullgraph=True)``, and for a smaller and
+    faster program from ``torch.export.export`` and ``torch.onnx.export``.  (Those take any model;
+    one with a tolerance makes all ``max_iter`` steps and freezes samples on the way, as eager.)
+
+    steps: the ``max_iter`` of each solver by default.
+    """
+    if steps is not None:
+        count_of("steps", steps, 1)
+    layers = [module for module in model.modules() if isinstance(module, DEQ)]
+    if not layers:
+        raise ValueError(f"{type(model).__name__} holds no gdeq.DEQ")
+    for layer in layers:
+        layer.__class__ = FixedSteps
+        if layer.solver is not None:
+            made = steps or layer.solver.max_iter
+            layer.solver = replace(layer.solver, tol=0.0, max_iter=made)
+    return model
