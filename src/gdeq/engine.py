@@ -20,12 +20,12 @@ from torch import Tensor
 
 from gdeq import loop
 from gdeq.gradients import Gradient
-from gdeq.looking import together
 from gdeq.operators import StateInverse, relative, safe_norms
 from gdeq.options import describe
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Solver, System
 from gdeq.state import State, StateMap, StateSpace, Vectorized, full_precision
+from gdeq.together import together
 
 
 @dataclass

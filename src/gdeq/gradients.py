@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gdeq.looking import anywhere, host_may_look
+from gdeq.looking import host_may_look
 from gdeq.loop import Iterates
 from gdeq.operators import Inverse, dot, relative, safe_norms
 from gdeq.options import check_flag, check_integer, check_real, check_type, options
@@ -29,6 +29,7 @@ from gdeq.solvers.base import Solver, System, check_solver, select
 from gdeq.solvers.broyden import Broyden
 from gdeq.solvers.gmres import GMRES
 from gdeq.state import Vectorized
+from gdeq.together import anywhere
 
 
 class Needs(NamedTuple):

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from gdeq.ledger import Ledger, Measure
-from gdeq.looking import anywhere, host_may_look
+from gdeq.looking import host_may_look
 from gdeq.operators import Inverse, norm, safe_norms
 from gdeq.secants import Secants
 from gdeq.solution import Status
 from gdeq.solvers.base import Point, Solver, System, noise_level, select
 from gdeq.state import Vectorized
+from gdeq.together import anywhere
 
 
 @dataclass
