@@ -65,6 +65,10 @@ def compiled(model, what, backend="aot_eager"):
     call = model
     if what in ("cell", "both"):
         model.deq.cell = torch.compile(model.deq.cell, backend=counter, fullgraph=True)
+    if what == "cell in place":
+        names = set(model.state_dict())
+        model.deq.cell.compile(backend=counter, fullgraph=True)
+        assert set(model.state_dict()) == names
     if what in ("model", "both"):
         call = torch.compile(model, backend=counter)
     return model, call, counter
@@ -85,7 +89,7 @@ def assert_same_step(eager, model, call, x, seed=0, rtol=1e-3, atol=1e-5):
     return outputs[1].detach()
 
 
-@pytest.mark.parametrize("what", ["cell", "model"])
+@pytest.mark.parametrize("what", ["cell", "cell in place", "model"])
 def test_same_as_eager(device, what):
     eager = Model(gdeq.GDEQ()).to(device)
     model, call, counter = compiled(eager, what)
@@ -119,7 +123,7 @@ def test_same_as_eager_with_inductor(device):
     assert counter.frame_count > 0
 
 
-@pytest.mark.parametrize("what", ["cell", "both"])
+@pytest.mark.parametrize("what", ["cell", "cell in place", "both"])
 def test_dropout_and_weight_norm_hold_still_when_compiled(device, what):
     eager = Model(gdeq.Implicit(), dropout=0.5, normalised=True).to(device)
     model, call, counter = compiled(eager, what)

@@ -154,7 +154,9 @@ def _unnoticed(
 @contextlib.contextmanager
 def _watching(modules: Sequence[nn.Module], device: torch.device) -> Iterator[list[str]]:
     """Collects the parts that draw random numbers, the innermost first."""
-    generators, found, before = torch.get_device_module(device), [], []
+    generators = torch.get_device_module(device)
+    found: list[str] = []
+    before: list[list[Tensor]] = []
 
     def states() -> list[Tensor]:
         own = [] if device.type == "cpu" else [generators.get_rng_state(device)]

@@ -26,7 +26,8 @@ from gdeq.options import describe
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Solver, System
 from gdeq.state import State, StateMap, StateSpace, Vectorized, full_precision
-from gdeq.tracing import is_blind, is_traced, together
+from gdeq.together import together
+from gdeq.tracing import is_blind, is_traced
 
 
 @dataclass

@@ -28,7 +28,8 @@ from gdeq.solvers.base import Solver, System, check_solver, select
 from gdeq.solvers.broyden import Broyden
 from gdeq.solvers.gmres import GMRES
 from gdeq.state import Vectorized
-from gdeq.tracing import anywhere, host_may_look
+from gdeq.together import anywhere
+from gdeq.tracing import host_may_look
 
 
 class Needs(NamedTuple):

@@ -183,7 +183,7 @@ def spectral_norm(
 
 def once_per_solve(module: nn.Module, name: str) -> None:
     """From now on this parametrized tensor holds still during a solve."""
-    module.parametrizations[name].__class__ = _OncePerSolve  # type: ignore[index,union-attr]
+    module.parametrizations[name].__class__ = _OncePerSolve  # type: ignore[index]
 
 
 def apply_norm(
@@ -218,7 +218,7 @@ def remove_norm(
     for path, layer in list(module.named_modules()):
         if not parametrize.is_parametrized(layer) or not where(path, layer):
             continue
-        for name, kinds in list(layer.parametrizations.items()):  # type: ignore[operator,union-attr]
+        for name, kinds in list(layer.parametrizations.items()):
             if any(isinstance(kind, norms) for kind in kinds):
                 parametrize.remove_parametrizations(layer, name)
                 found.append(f"{path}.{name}".lstrip("."))

@@ -23,7 +23,7 @@ from gdeq.checks import (
     values_are_there,
 )
 from gdeq.fixed_point import check_pair, find, find_all
-from gdeq.gradients import DEFAULT, JFB, Gradient, Unrolled
+from gdeq.gradients import DEFAULT, JFB, Gradient
 from gdeq.holding import hold
 from gdeq.options import describe
 from gdeq.solution import Solution, Status
@@ -59,7 +59,10 @@ class DEQ(nn.Module):
 
     After the first call, and the first with another cell, mode, device or dtype, two evaluations of
     f look whether it is one function and treats samples independently; a warning says if not.
+    Another says, once, that most samples do not converge; ``deq.warns = False`` switches it off.
     """
+
+    warns = True
 
     def __init__(
         self,
@@ -89,7 +92,7 @@ class DEQ(nn.Module):
         self.gradient = gradient
         self.eval_solver = eval_solver
         self.batched = batched
-        self._default = solver if solver is SOLVER else None
+        self._default: Solver | None = SOLVER if solver is SOLVER else None
         self._examined: set[object] = set()
         self._calls = self._failures = 0
         self._of_thread, self._groups = threading.local(), ()
@@ -172,8 +175,8 @@ class DEQ(nn.Module):
         if solver is None:
             solver = (None if self.training else self.eval_solver) or self.solver
         gradient = gradient or self.gradient
-        if not torch.is_grad_enabled() and not isinstance(gradient, Unrolled):
-            gradient = JFB()  # none is computed: one that goes with every solver
+        if solver is not None and not torch.is_grad_enabled() and gradient.needs.broyden:
+            gradient = JFB()  # none is computed, so any solver will do
         self._groups = process_groups(self.cell) or self._groups
         if self._groups:
             f = _Sharded(f, self._groups)
@@ -182,7 +185,8 @@ class DEQ(nn.Module):
             solver = replace(solver, tol=max(solver.tol, precision))
         with hold():
             z, solution = find(f, z0, solver, gradient)
-            if solver is not None:  # unrolled, a new mask at each step is no harm
+            # Unrolled from z0, a new mask at each step is no harm.
+            if solver is not None and solution is not None:
                 leaves = pytree.tree_leaves(solution.z)
                 if values_are_there(leaves):
                     self._look_at_convergence(solution, solver)
@@ -250,7 +254,7 @@ class DEQ(nn.Module):
 
     def _look_at_convergence(self, solution: Solution, solver: Solver) -> None:
         """Tell once that most samples fail; a look waits for the device, so looks are rare."""
-        if not solver.tol or self._failures == LOOKS:
+        if not self.warns or not solver.tol or self._failures == LOOKS:
             return
         self._calls += 1
         if self._calls % LOOK_EVERY:

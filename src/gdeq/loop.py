@@ -14,7 +14,8 @@ from gdeq.secants import Secants
 from gdeq.solution import Status
 from gdeq.solvers.base import Point, Solver, System, noise_level, select
 from gdeq.state import Vectorized
-from gdeq.tracing import anywhere, host_may_look
+from gdeq.together import anywhere
+from gdeq.tracing import host_may_look
 
 
 @dataclass

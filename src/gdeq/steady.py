@@ -40,7 +40,7 @@ def steady(module: nn.Module) -> list[str]:
                 spectral_norm(owner, hook.name, iterations=hook.n_power_iterations)
                 done.append(f"{path}.{hook.name}: spectral norm, once a solve".lstrip("."))
         if parametrize.is_parametrized(owner):
-            for name, kinds in owner.parametrizations.items():  # type: ignore[operator,union-attr]
+            for name, kinds in owner.parametrizations.items():
                 if not any(isinstance(kind, Held) for kind in (kinds, *kinds)):
                     once_per_solve(owner, name)
                     done.append(f"{path}.{name}: parametrized, once a solve".lstrip("."))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -39,35 +38,6 @@ def host_may_look(device: torch.device) -> bool:
 def look_is_free(device: torch.device) -> bool:
     """Whether the host may look and need not wait: on a CPU."""
     return device.type == "cpu" and not _blind[-1]
-
-
-class _Together(threading.local):
-    groups: tuple[Any, ...] = ()  # process groups whose members evaluate f at the same time
-
-
-_together = _Together()
-
-
-def anywhere(mask: Tensor) -> bool:
-    """Whether the mask holds for any sample, here or on a process that evaluates f with us."""
-    found = mask.any()
-    for group in _together.groups:
-        found = found.int()
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group)
-    return bool(found)
-
-
-@contextlib.contextmanager
-def together(groups: tuple[Any, ...]) -> Iterator[None]:
-    """While this is open, the members of these process groups decide alike how often f is called.
-
-    Each evaluation of a sharded f is a conversation between them: all must make the same number.
-    """
-    before, _together.groups = _together.groups, groups
-    try:
-        yield
-    finally:
-        _together.groups = before
 
 
 @contextlib.contextmanager

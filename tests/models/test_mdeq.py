@@ -163,7 +163,7 @@ def test_weights_are_normalised_once_a_solve():
     used = []
     normed[0].register_forward_pre_hook(lambda conv, _: used.append(conv.weight))
     model(torch.randn(2, 2, 8, 8))
-    assert len(used) == 7  # the start, five steps, and once with autograd
+    assert len(used) == 9  # the start, five steps, once with autograd, twice to check the cell
     assert all(weight is used[0] for weight in used)
 
 

@@ -57,6 +57,7 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = self.task.model().to(device)
         self.deq = _deq_of(self.model, self.task)
+        self.deq.warns = False  # the share of samples that converge is in the log
         if process.rank:  # the same weights everywhere, but dropout masks of its own
             torch.manual_seed(config.seed + 1_000_003 * process.rank)
         self.average = averaged(self.model, config.ema) if config.ema else None
