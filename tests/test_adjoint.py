@@ -437,12 +437,6 @@ def test_reentrant_checkpointing_in_f():
         return checkpoint(lambda z: 0.5 * torch.cos(z) + x, z, use_reentrant=reentrant)
 
     x = torch.randn(3, 4, requires_grad=True)
-    for gradient in (gdeq.JFB(), gdeq.GDEQ()):  # without VJPs it works
-        found = []
-        for reentrant in (True, False):
-            z = gdeq.fixed_point(lambda z, r=reentrant: f(z, r), x.detach(), gradient=gradient).z
-            found.append(z)
-        torch.testing.assert_close(*found)
     z = gdeq.fixed_point(lambda z: f(z, True), x.detach(), gradient=gdeq.GDEQ(refine=1)).z
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         z.sum().backward()

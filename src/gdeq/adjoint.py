@@ -199,8 +199,7 @@ class Product:
                 raise
             raise RuntimeError(
                 "f uses reentrant checkpointing, through which PyTorch computes no VJPs: call "
-                "checkpoint(..., use_reentrant=False), or take a gradient without VJPs, JFB() or "
-                "GDEQ()"
+                "checkpoint(..., use_reentrant=False)"
             ) from problem
         pairs = zip(found, self.z_in, strict=True)  # f may ignore z
         return [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]
