@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import gdeq._command  # noqa: F401 (first: torch takes a second)
 from gdeq.fixed_point import fixed_point, solve
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured, Unrolled
 from gdeq.holding import VariationalDropout, hold, weight_norm

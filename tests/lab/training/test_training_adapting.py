@@ -663,7 +663,7 @@ def test_two_processes_choose_the_same(tmp_path, zygote, few_images):
     settings += ["adapt.forward=1e-4", "adapt.steps=[2,3,4,5,6]", "adapt.penalty_least=1e-9"]
     settings += ["adapt.penalty_most=1e-9"]
     runs.train(tmp_path / "alone", configs.load("digits", settings))
-    children = start_all(zygote, tmp_path, 2, "train", *settings, "--run", tmp_path / "both")
+    children = start_all(zygote, tmp_path, 2, "train", *settings, "--out", tmp_path / "both")
     assert [child.wait() for child in children] == [0, 0], (tmp_path / "log0").read_text()
     found, expected = (
         [(r["step"], r["max_iter"], r["refine"]) for r in training_runs.metrics(tmp_path / name)]

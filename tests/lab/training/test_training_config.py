@@ -179,7 +179,7 @@ def test_a_dry_run_tells_what_would_happen(gdeq, tmp_path, monkeypatch, few_imag
     assert ", a new folder" in said
     assert not list(tmp_path.iterdir())
     (tmp_path / "empty").mkdir()
-    code, said = gdeq("train", *TINY, "--run", "empty", "--dry-run")
+    code, said = gdeq("train", *TINY, "--out", "empty", "--dry-run")
     assert code == 0, said
     assert "would train into empty, which is there and holds nothing yet" in said
     assert "a new folder" not in said
@@ -188,7 +188,7 @@ def test_a_dry_run_tells_what_would_happen(gdeq, tmp_path, monkeypatch, few_imag
 def test_a_dry_run_tells_all_problems_at_once(gdeq, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("years of work")
-    place = ["--data", tmp_path, "--run", tmp_path / "run"]
+    place = ["--data", tmp_path, "--out", tmp_path / "run"]
     code, said = gdeq("train", "cifar10", "device=cuda:99", *place, "--dry-run")
     assert code == 1
     assert said.count("error: ") == 3

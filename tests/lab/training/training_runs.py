@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 from gdeq.lab import data as datasets
+from gdeq.lab.training import config as configs
+from gdeq.lab.training import folder
 
 HERE = Path(__file__).parent
 IMAGES, TEST_IMAGES, BATCH = 12, 21, 4
@@ -63,6 +65,11 @@ def few_digits():
         test_x=found.test_x[:TEST_IMAGES],
         test_y=found.test_y[:TEST_IMAGES],
     )
+
+
+def begun(path, *settings):
+    """A run folder of digits in which nothing was trained yet."""
+    return folder.RunFolder.create(path, configs.load("digits", settings)).path
 
 
 def metrics(run, timing=False):

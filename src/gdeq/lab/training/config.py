@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import re
 import types
 import typing
@@ -15,11 +16,13 @@ from typing import Any, TypeVar
 
 import yaml
 
+from gdeq.lab import files
 from gdeq.lab.tasks import registry
 from gdeq.lab.training.settings import Config, ConfigError
 
 __all__ = ["Config", "ConfigError", "differences", "from_dict", "load", "replace", "to_dict"]
 
+LARGEST = 1e30  # of a number: float32 ends at 3e38
 C = TypeVar("C", bound=Config)
 MEANING = re.compile(r"^    (\w+): [^#]*?  # (.*)$", re.MULTILINE)  # the comment beside a setting
 
@@ -33,17 +36,29 @@ def load(
 
     gradients: those that the command goes through, where that is not for ``gradient.name`` to say.
     """
-    settings = _source(source)
+    return _changed(_source(source), overrides or [], gradients)
+
+
+def change(config: Config, overrides: Sequence[str]) -> Config:
+    """The same run with these ``key=value`` settings."""
+    return _changed(to_dict(config), overrides)
+
+
+def _changed(
+    settings: dict[str, Any], overrides: Sequence[str], gradients: Sequence[str] = ()
+) -> Config:
     kind = registry.find(settings.get("task", Config.task)).settings
     given: set[str] = set()
-    for text in overrides or []:
+    for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"{text!r} is not a setting; write key=value, such as epochs=5")
         try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError as problem:
-            raise ConfigError(f"{key.strip()}: cannot read the value {value!r}") from problem
+            parsed = files.load_yaml(value)
+        except files.FileError as problem:
+            raise ConfigError(
+                f"{key.strip()}: cannot read the value {value[:80]!r}, it {problem}"
+            ) from problem
         given |= _put(kind, settings, key.strip(), parsed)
     config = from_dict(settings)
     _check_read(config, given, gradients)
@@ -96,18 +111,20 @@ def _source(source: str) -> dict[str, Any]:
         task = registry.find(source)
         first = dict(next(iter(task.presets.values()), {}))
         return {**yaml.safe_load(yaml.safe_dump(first)), "task": task.name}
-    if path.suffix in (".yaml", ".yml") or path.exists():
-        try:
-            settings = yaml.safe_load(path.read_text())
-        except OSError as problem:
-            raise ConfigError(f"cannot read {source}: {problem.strerror}") from problem
-        except (yaml.YAMLError, UnicodeDecodeError) as problem:
-            raise ConfigError(f"{source} is not valid YAML: {problem}") from problem
-        if settings is None:
-            settings = {}
-        if not isinstance(settings, dict):
-            raise ConfigError(f"{source} must hold settings, one 'key: value' a line")
-        return settings
+    try:
+        if path.suffix in (".yaml", ".yml") or path.exists():
+            settings = files.load_yaml(files.read(path, files.TEXT))
+            if not isinstance(settings, dict):
+                raise ConfigError(f"{source} must hold settings, one 'key: value' a line")
+            return settings
+    except (OSError, ValueError) as problem:
+        if isinstance(problem, ConfigError):
+            raise
+        told = getattr(problem, "strerror", None) or problem
+        raise ConfigError(f"cannot read {source}: {told}") from problem
+    except files.FileError as problem:
+        said = str(problem)
+        raise ConfigError(said if source in said else f"{source} {said}") from problem
     near = difflib.get_close_matches(source, list(presets), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
@@ -277,9 +294,13 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
         return None
     if float in kinds and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
-            return float(value)  # YAML reads 1e-3 as text
+            number = float(value)  # YAML reads 1e-3 as text
         except ValueError:
-            pass
+            number = None
+        if number is not None:
+            if LARGEST < abs(number) < math.inf:
+                raise ConfigError(f"{key} must be at most {LARGEST:g}, got {value!r}")
+            return number
     if any(isinstance(value, k) for k in kinds) and not (
         isinstance(value, bool) and bool not in kinds
     ):

@@ -13,16 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from gdeq import Gradient, Solver
-from gdeq.lab.data import DataError
+from gdeq.lab.files import LabError
 from gdeq.lab.tasks import registry
 from gdeq.lab.tasks.task import Metric
 from gdeq.lab.training import checkpoint, process, progress
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.config import Config, ConfigError
+from gdeq.lab.training.failures import TrainingError
 from gdeq.lab.training.folder import RunError, RunFolder, device_name, read_metrics
 from gdeq.lab.training.loop import Trainer
 from gdeq.lab.training.precision import precision
@@ -32,37 +31,52 @@ from gdeq.options import count
 
 GRADIENTS = ("implicit", "jfb", "npg", "gdeq")
 MISSING, HALF, FINISHED = "missing", "half", "finished"  # the runs of a comparison
-EXPECTED = (RunError, ConfigError, process.DeviceError, DataError, checkpoint.CheckpointError)
 DEEDS = {MISSING: "train into", HALF: "go on with", FINISHED: "keep"}
 
 
-def train(
-    path: Path,
-    config: Config,
-    root: Path | None = None,
-    *,
-    more: bool = False,
-    proceed: str | None = None,
-) -> dict[str, Any]:
-    """A new run in a new folder.
-
-    more: others come after it, which a signal stops even where this one came to its end.
-    proceed: what one who stopped it is told to continue with (None: `gdeq train --resume`).
-    """
-    me = start_on(config.device)
+@contextlib.contextmanager
+def joined(config: Config, path: Path) -> Iterator[process.Process]:
+    """The group of processes while a run lasts; that one of them is lost is told in a sentence."""
+    me = start_on(config.device, timeout=config.timeout_seconds)
     try:
-        path = Path(me.agree(str(path)))
-        view = progress.choose(me.first)
-        if me.first:
-            RunFolder.check_free(path)
-        # The data set and the model come first: a run that cannot start leaves no folder behind.
-        trainer = Trainer(config, RunFolder(path), me, view, root)
-        if me.first:
-            trainer.run = RunFolder.create(path, config)
-        me.wait()
-        return _fit(trainer, more, proceed)
+        yield me
+    except RuntimeError as problem:
+        if isinstance(problem, LabError) or not me.lost_another(problem):
+            raise
+        raise TrainingError(
+            f"another process of this training was lost, or did not answer for "
+            f"{config.timeout_seconds:g} seconds (timeout_seconds).  Continue with "
+            f"`gdeq train --resume {path}`"
+        ) from problem
     finally:
         process.stop()
+
+
+@dataclass(frozen=True)
+class Manner:
+    """more: other runs come after it, which a signal stops even where this one came to its end.
+    proceed: what one who stopped it is told to continue with (None: `gdeq train --resume`).
+    """
+
+    more: bool = False
+    proceed: str | None = None
+
+    def fit(self, trainer: Trainer) -> dict[str, Any]:
+        trainer.proceed = self.proceed
+        summary = trainer.fit()
+        if self.more and trainer.asked_to_stop:
+            raise Interrupted(
+                trainer.stop.caught or signal.SIGTERM,
+                f"stopped after {trainer.run.path}, which is finished; the same command goes on "
+                "with the rest",
+            )
+        return summary
+
+
+def train(path: Path, config: Config, root: Path | None = None, **manner: Any) -> dict[str, Any]:
+    """A new run in a new folder.  manner: that of `Manner`, for all three."""
+    with joined(config, path) as me:
+        return _begin(me, path, config, root, Manner(**manner))
 
 
 def resume(
@@ -70,46 +84,95 @@ def resume(
     root: Path | None = None,
     overrides: list[str] | None = None,
     tell: Callable[[str], None] = print,
-    *,
-    more: bool = False,
-    proceed: str | None = None,
+    **manner: Any,
 ) -> dict[str, Any]:
     """Go on where the newest whole checkpoint is; from the start if there is none yet.
 
-    A run that has all its epochs is left as it is.  more, proceed: as for `train`.
+    A run that has all its epochs is left as it is.
     """
     run, config = reopen(path, overrides)
+    with joined(config, path) as me:
+        return _continue(me, run, config, root, tell, Manner(**manner))
+
+
+def train_or_resume(
+    path: Path,
+    config: Config,
+    root: Path | None = None,
+    tell: Callable[[str], None] = print,
+    **manner: Any,
+) -> dict[str, Any]:
+    """Begin the run, or go on with it if it is there: what a restarted job calls again."""
+    with joined(config, path) as me:
+        if me.agree(_state(path, config) if me.first else "") == MISSING:
+            return _begin(me, path, config, root, Manner(**manner))
+        return _continue(me, RunFolder.open(path), config, root, tell, Manner(**manner))
+
+
+def _begin(
+    me: process.Process, path: Path, config: Config, root: Path | None, manner: Manner
+) -> dict[str, Any]:
+    path = Path(me.agree(str(path)))
+    if me.first:
+        RunFolder.check_free(path)
+    # The data set and the model come first: a run that cannot start leaves no folder behind.
+    trainer = Trainer(config, RunFolder(path), me, progress.choose(me.first), root)
+    if me.first:
+        trainer.run = RunFolder.create(path, config)
+    me.wait()
+    return manner.fit(trainer)
+
+
+def _continue(
+    me: process.Process,
+    run: RunFolder,
+    config: Config,
+    root: Path | None,
+    tell: Callable[[str], None],
+    manner: Manner,
+) -> dict[str, Any]:
+    path, before = run.path, run.config()
     summary = run.finished(config.epochs)
     if summary is not None:
-        tell(_finished(run, summary, config))
-        return summary
+        if me.first:
+            tell(_finished(run, summary, config))
+        return summary if me.first else {}
     _check_continuable(path)
-    me = start_on(config.device)
-    try:
-        view = progress.choose(me.first)
-        trainer = Trainer(config, run, me, view, root)
-        trainer.lock()  # before the newest checkpoint is read: another process may be writing one
-        if checkpoint.available(path):
-            trainer.restore(checkpoint.latest(path, view.say))
-            view.say(trainer.whereabouts())
-        else:
-            view.say("no checkpoint yet: starting from the beginning")
-            if me.first:
-                run.cut(0)
-        if me.first and config != run.config():
+    view = progress.choose(me.first)
+    trainer = Trainer(config, run, me, view, root)
+    trainer.lock()  # before the newest checkpoint is read: another process may be writing one
+    state = None
+    if checkpoint.available(path):
+        state = checkpoint.latest(path, view.say)
+        trainer.restore(state)
+        view.say(trainer.whereabouts())
+    else:
+        view.say("no checkpoint yet: starting from the beginning")
+        if me.first:
+            run.cut(0)
+    if me.first:
+        run.restore_config(before, view.say)
+        if config != before:
             view.say(_changed(run, config))
-            run.write_config(config)  # the next resume goes on with the same
-        me.wait()
-        return _fit(trainer, more, proceed)
-    finally:
-        process.stop()
+            if state is not None:  # the next resume goes on with the same
+                checkpoint.save(path, state["step"], state, configs.to_dict(config))
+            run.write_config(config)
+    me.wait()
+    return manner.fit(trainer)
 
 
 def reopen(path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, Config]:
     """A run that is there, and its configuration as it would be from now on."""
     run = RunFolder.open(path)
-    config = configs.load(str(path / "config.yaml"), overrides)
-    _check_unchanged(run.config(), config)
+    before = run.config()
+    config = configs.change(before, overrides or [])
+    for key in before.fixed:  # what the saved state depends on
+        get = attrgetter(key)
+        if get(before) != get(config):
+            raise RunError(
+                f"{key} cannot change in the middle of a run (it is {get(before)!r}): "
+                "start a new one"
+            )
     return run, config
 
 
@@ -123,27 +186,17 @@ def _check_continuable(path: Path) -> None:
 
 
 def _anew(path: Path) -> str:
-    return f"make it again with `gdeq train {path / 'config.yaml'} --run ANOTHER_FOLDER`"
+    return f"make it again with `gdeq train {path / 'config.yaml'} --out ANOTHER_FOLDER`"
 
 
-def as_trained(run: RunFolder, epoch: int | None = None) -> Config:
-    """The run's configuration; where it was adapted, with what was in use after that epoch (or the
-    last one) in place of the adapting."""
-    config = run.config()
-    if not config.adapt.enabled:
+def as_trained(config: Config, choice: dict[str, Any] | None) -> Config:
+    """Where it was adapted, with what was in use at last in place of the adapting."""
+    if not config.adapt.enabled or choice is None:
         return config
-    records = [r for r in run.metrics() if r.get("kind") == "epoch" and "max_iter" in r]
-    chosen = [r for r in records if epoch in (None, r["epoch"])]
-    if not chosen:
-        raise RunError(
-            f"{run.path} does not say which steps it was trained with"
-            f"{'' if epoch is None else f' in epoch {epoch}'}: its metrics.jsonl is not complete"
-        )
-    steps, refine = chosen[-1]["max_iter"], chosen[-1]["refine"]
-    used = {"gradient__refine": refine}
-    if not refine and not config.solver.build().keeps_inverse:
-        used = {"gradient__name": "jfb", "gradient__refine": 0}  # as `Choice.gradient`
-    return configs.replace(config, adapt__enabled=False, solver__max_iter=steps, **used)
+    used = {"gradient__refine": choice["refine"], "solver__max_iter": choice["max_iter"]}
+    if not choice["refine"] and not config.solver.build().keeps_inverse:
+        used["gradient__name"] = "jfb"  # as `Choice.gradient`
+    return configs.replace(config, adapt__enabled=False, **used)
 
 
 def trained(
@@ -155,11 +208,11 @@ def trained(
 ) -> Trainer:
     """A finished run, ready to be tested: with its last weights, or a snapshot's.
 
+    Its settings are those that the weights were made with.
     steps: of the solver at most, if not the run's own.
     """
     run = RunFolder.open(path)
-    config = as_trained(run, epoch)
-    me = start_on(device or config.device, "--device ")
+    me = start_on(device or run.config().device, "--device ")
     file = path / ("weights.safetensors" if epoch is None else snapshots(path)[epoch])
     if not file.is_file():
         if (path / "summary.json").is_file() and not checkpoint.available(path):
@@ -168,15 +221,19 @@ def trained(
             f"{path} has no {file.name}: it is not finished; continue it with "
             f"`gdeq train --resume {path}`"
         )
-    if steps is not None:
-        config = configs.replace(config, solver__max_iter=steps)
-    # What is in the file was averaged already.
+    tensors, about = checkpoint.read_tensors(file)
     alone, silent = process.Process(me.device), progress.Silent()
-    trainer = Trainer(configs.replace(config, ema=0.0), run, alone, silent, root)
     try:
-        trainer.model.load_state_dict(load_file(file))
-    except (SafetensorError, RuntimeError) as problem:
-        raise RunError(f"{file} is damaged or of another model: {problem}") from problem
+        config = as_trained(configs.from_dict(about["config"]), about["choice"])
+        if steps is not None:
+            config = configs.replace(config, solver__max_iter=steps)
+        # What is in the file was averaged already.
+        trainer = Trainer(configs.replace(config, ema=0.0), run, alone, silent, root)
+        checkpoint.load_weights(trainer.model, tensors)
+    except (LookupError, TypeError, ValueError, RuntimeError) as problem:
+        if isinstance(problem, LabError):
+            raise
+        raise RunError(f"{file} is of another model: {problem}") from problem
     trainer.model.eval()
     trainer.step = trainer.total
     return trainer
@@ -325,7 +382,7 @@ class Forecast:
         """A problem is noted and the next check made, so that all are told at once."""
         try:
             yield
-        except EXPECTED as problem:
+        except LabError as problem:
             if str(problem) not in self.problems:
                 self.problems.append(str(problem))
 
@@ -368,8 +425,13 @@ class Forecast:
             )
 
 
-def forecast_train(path: Path, config: Config, root: Path | None = None) -> Forecast:
+def forecast_train(
+    path: Path, config: Config, root: Path | None = None, auto: bool = False
+) -> Forecast:
     told = Forecast()
+    with told.check():
+        if auto and _state(path, config) != MISSING:
+            return forecast_resume(RunFolder.open(path), config, root)
     with told.trainer(config, path, root), told.check():
         RunFolder.check_free(path)
         kind = "which is there and holds nothing yet" if path.exists() else "a new folder"
@@ -429,8 +491,8 @@ def _table(folder: Path, config: Config, pretrain_steps: int, seeds: int) -> dic
 
 def _state(path: Path, wanted: Config | None) -> str:
     """How far this run of a comparison is."""
-    if not (path / "config.yaml").is_file():
-        RunFolder.check_free(path, "--out")
+    if not (path / "config.yaml").is_file() and not checkpoint.available(path):
+        RunFolder.check_free(path)
         return MISSING
     run = RunFolder.open(path)
     config = run.config()
@@ -440,18 +502,6 @@ def _state(path: Path, wanted: Config | None) -> str:
             f"it has ({', '.join(configs.differences(config, wanted))})"
         )
     return HALF if run.finished(config.epochs) is None else FINISHED
-
-
-def _fit(trainer: Trainer, more: bool, proceed: str | None) -> dict[str, Any]:
-    trainer.proceed = proceed
-    summary = trainer.fit()
-    if more and trainer.asked_to_stop:
-        raise Interrupted(
-            trainer.stop.caught or signal.SIGTERM,
-            f"stopped after {trainer.run.path}, which is finished; the same command goes on with "
-            "the rest",
-        )
-    return summary
 
 
 def _changed(run: RunFolder, config: Config) -> str:
@@ -474,22 +524,11 @@ def _finished(run: RunFolder, summary: dict[str, Any], config: Config) -> str:
     )
 
 
-def start_on(device: str, option: str = "device=") -> process.Process:
+def start_on(device: str, option: str = "device=", timeout: float = 600.0) -> process.Process:
     """`process.start`; where it fails, the advice is in terms of this command's own option."""
     try:
-        return process.start(device)
+        return process.start(device, timeout)
     except process.DeviceError as problem:
         said = str(problem).replace("device=", option)
         advice = f"{option}cpu"
         raise process.DeviceError(said if advice in said else f"{said}; use {advice}") from problem
-
-
-def _check_unchanged(before: Config, after: Config) -> None:
-    """What the saved state depends on must stay."""
-    for key in before.fixed:
-        get = attrgetter(key)
-        if get(before) != get(after):
-            raise RunError(
-                f"{key} cannot change in the middle of a run (it is {get(before)!r}): "
-                "start a new one"
-            )
