@@ -6,14 +6,14 @@ import shutil
 import pytest
 import torch
 import yaml
-from training_runs import TINY, checkpoints
+from training_runs import RICH, TINY, begun, checkpoints
 
 from gdeq import Broyden
 from gdeq.lab import data as datasets
 from gdeq.lab.tasks import registry
 from gdeq.lab.tasks.images import PRESETS, ImageConfig, Images
+from gdeq.lab.training import checkpoint, process, runs, settings
 from gdeq.lab.training import config as configs
-from gdeq.lab.training import process, runs, settings
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
@@ -38,11 +38,6 @@ def test_yaml_round_trip(name, tmp_path):
     (tmp_path / "own.yaml").write_text(text)
     assert configs.load(str(tmp_path / "own.yaml")) == config
     assert configs.from_dict(configs.to_dict(config)) == config
-
-
-def test_an_empty_file_is_the_default(tmp_path):
-    (tmp_path / "own.yaml").write_text("")
-    assert configs.load(str(tmp_path / "own.yaml")) == ImageConfig()
 
 
 def test_overrides_lie_on_top_of_a_file(tmp_path):
@@ -200,7 +195,7 @@ def test_a_dry_run_tells_all_problems_at_once(gdeq, tmp_path):
 
 
 def test_a_dry_run_of_a_resume(gdeq, tmp_path, few_images):
-    (tmp_path / "config.yaml").write_text("epochs: 9\nbatch_size: 4\n")
+    begun(tmp_path, "epochs=9", "batch_size=4")
     before = files(tmp_path)
     code, said = gdeq("train", "--resume", tmp_path, "--dry-run", "optimizer.lr=0.5")
     assert code == 0, said
@@ -231,14 +226,15 @@ def test_a_dry_run_names_the_checkpoint(gdeq, tmp_path, reference, few_images):
     newest.write_bytes(b"")
     code, said = gdeq("train", "--resume", run, "epochs=3", "--dry-run")
     assert code == 0, said
-    assert f"warning: {newest.name} is not a checkpoint" in said
+    assert f"warning: {newest.name} is not a file of gdeq" in said
     assert "from checkpoint step-000000005.ckpt, at step 5 of 9" in said
     assert files(run) == {**before, newest: b""}
-    text = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(text.replace("size: small", "size: tiny"))
+    state = checkpoint.latest(run)
+    state["model"].popitem()
+    checkpoint.save(run, 9, state, configs.to_dict(configs.load("digits", RICH)))
     code, said = gdeq("train", "--resume", run, "epochs=3", "--dry-run")
     assert code == 1
-    assert "does not fit its config.yaml" in said
+    assert "does not fit its configuration: Error(s) in loading" in said
 
 
 def test_a_dry_run_of_a_comparison(gdeq, tmp_path, few_images):

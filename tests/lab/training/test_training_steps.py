@@ -495,10 +495,19 @@ def test_milliseconds_are_those_after_pretraining():
 
     unrolled = [line(2, 2, 1.0), line(4, 2, 1.0), line(6, 2, 2.0)]  # the last one: half of it
     solved = [line(7, 1, 9.0), line(9, 2, 7.0), line(11, 2, 8.0)]
-    epoch = {"kind": "epoch", "step": 11}
-    assert records.ms_per_step([*unrolled, epoch, *solved], config) == 8.0
-    assert records.ms_per_step(unrolled, config) == 1.0  # there is nothing else
-    assert records.ms_per_step([epoch], config) is None
+    epoch = {"kind": "epoch", "step": 11, "seconds": 0.033}
+
+    def middle(lines):
+        story = records.Story()
+        for one in lines:
+            story.note(one, config)
+        resumed = records.Story()
+        resumed.restore(story.state())
+        return resumed.ms_per_step(config)
+
+    assert middle([*unrolled, epoch, *solved]) == 8.0
+    assert middle(unrolled) == 1.0  # there is nothing else
+    assert middle([epoch]) == 3.0
 
 
 @pytest.mark.parametrize("gradient", ["gradient=jfb", "gradient=gdeq"])
@@ -542,7 +551,7 @@ def warned(trainer, residuals, *settings, samples=training_runs.BATCH):
     told = []
     for made.step, residual in enumerate(residuals, start=1):
         epoch = (made.step - 1) // PER_EPOCH
-        made._log(epoch, {"loss": 1.0, "residual": residual, "samples": samples})
+        made._log(epoch, {"loss": 1.0, "residual": residual, "samples": samples, "ms": 1})
         told += [made.step] * len(made.progress.texts)
         made.progress.texts.clear()
     return told
