@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -29,9 +29,6 @@ from gdeq.lab.training import config as configs
 from gdeq.lab.training.config import Config
 from gdeq.lab.training.stopping import Interrupted
 from gdeq.options import count
-
-if TYPE_CHECKING:
-    from gdeq.lab.training.runs import Forecast
 
 app = typer.Typer(
     help="Train deep equilibrium models, compare their gradients, look at the results.",
@@ -263,12 +260,12 @@ def compare(
 
     config = chosen(source, settings, runs.GRADIENTS)
     place = out or Path("runs") / f"compare-{title_of(config)}"
-    if dry_run:
-        describe(config, runs.forecast_compare(place, config, pretraining, seeds, data))
-        return
     pretrain = 0
     if pretraining:
         pretrain = config.pretrain_steps or runs.default_pretraining(config, data)
+    if dry_run:
+        describe(config, runs.forecast_compare(place, config, pretrain, seeds, data))
+        return
     paths = runs.compare(place, config, pretrain, seeds, data, tell)
     page = reports.write(paths, place)
     typer.echo(reports.table(paths))
@@ -568,14 +565,10 @@ def is_file(source: str) -> bool:
     return Path(source).suffix in (".yaml", ".yml", ".py") and "=" not in source
 
 
-def describe(config: Config, told: Forecast) -> None:
-    for problem in told.problems:
-        typer.secho(f"error: {problem}", fg="red", err=True)
+def describe(config: Config, lines: list[str]) -> None:
     tell(yaml.safe_dump(configs.to_dict(config), sort_keys=False))
-    for line in told.lines:
+    for line in lines:
         tell(line)
-    if told.problems:
-        raise typer.Exit(1)
 
 
 def show(summary: dict[str, Any], path: Path) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -367,110 +367,70 @@ def default_pretraining(config: Config, root: Path | None) -> int:
     return max(1, config.epochs * (samples // config.batch_size) // 5)
 
 
-# -- dry runs --------------------------------------------------------------------------------------
-
-
-@dataclass
-class Forecast:
-    """What a command would do, found out by the checks that the command itself makes."""
-
-    lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def check(self) -> Iterator[None]:
-        """A problem is noted and the next check made, so that all are told at once."""
-        try:
-            yield
-        except LabError as problem:
-            if str(problem) not in self.problems:
-                self.problems.append(str(problem))
-
-    @contextlib.contextmanager
-    def trainer(self, config: Config, path: Path, root: Path | None) -> Iterator[Trainer | None]:
-        """The trainer that a run would have, if it could have one."""
-        made = None
-        me = process.Process(torch.device("cpu"))  # to see the rest where the device is missing
-        try:
-            with self.check():
-                me = start_on(config.device)
-                self.lines.append(f"device: {device_name(me.device)}")
-            with self.check():
-                made = Trainer(config, RunFolder(path), me, progress.Silent(), root)
-                train, test = (len(tensors[0]) for tensors in made.task.data)
-                self.lines += [
-                    f"data set: {train} train and {test} test {made.task.samples}",
-                    f"steps: {len(made.train_batches)} an epoch, {made.total} in all",
-                    f"parameters: {sum(p.numel() for p in made.model.parameters()):,}",
-                    *made.notes(),
-                ]
-            yield made
-        finally:
-            process.stop()
-
-    def restore(self, trainer: Trainer) -> None:
-        """Where it would go on; nothing is written."""
-        path = trainer.run.path
-        with self.check():
-            if not checkpoint.available(path):
-                _check_continuable(path)
-                self.lines.append(f"{path} has no checkpoint yet: would begin at its start")
-                return
-            state = checkpoint.latest(path, self.lines.append)
-            with trainer.fitting():
-                trainer.take_over(state)  # `restore` would go on to write in the folder
-            self.lines.append(
-                f"would go on in {path} from checkpoint step-{trainer.step:09d}.ckpt, "
-                f"at step {trainer.step} of {trainer.total}"
-            )
+# -- dry runs: the checks that the command itself makes, and what it would do ---------------------
 
 
 def forecast_train(
     path: Path, config: Config, root: Path | None = None, auto: bool = False
-) -> Forecast:
-    told = Forecast()
-    with told.check():
-        if auto and _state(path, config) != MISSING:
-            return forecast_resume(RunFolder.open(path), config, root)
-    with told.trainer(config, path, root), told.check():
-        RunFolder.check_free(path)
-        kind = "which is there and holds nothing yet" if path.exists() else "a new folder"
-        told.lines.append(f"would train into {path}, {kind}")
-    return told
+) -> list[str]:
+    if auto and _state(path, config) != MISSING:
+        return forecast_resume(RunFolder.open(path), config, root)
+    RunFolder.check_free(path)
+    kind = "which is there and holds nothing yet" if path.exists() else "a new folder"
+    return [*_prepared(config, path, root)[1], f"would train into {path}, {kind}"]
 
 
-def forecast_resume(run: RunFolder, config: Config, root: Path | None = None) -> Forecast:
-    told = Forecast()
+def forecast_resume(run: RunFolder, config: Config, root: Path | None = None) -> list[str]:
     summary = run.finished(config.epochs)
     if summary is not None:
-        told.lines.append(_finished(run, summary, config))
-        return told
-    if config != run.config():
-        told.lines.append(_changed(run, config))
-    with told.trainer(config, run.path, root) as trainer:
-        if trainer is not None:
-            told.restore(trainer)
-    return told
+        return [_finished(run, summary, config)]
+    changed = [_changed(run, config)] if config != run.config() else []
+    trainer, lines = _prepared(config, run.path, root)
+    return [*changed, *lines, *_restored(trainer)]
 
 
 def forecast_compare(
-    folder: Path, config: Config, pretraining: bool, seeds: int = 1, root: Path | None = None
-) -> Forecast:
-    told = Forecast()
-    with told.trainer(config, folder, root) as trainer:
-        steps = config.pretrain_steps if pretraining else 0
-        if pretraining and not steps and trainer is not None:
-            steps = max(1, trainer.total // 5)
-        known = steps > 0 or not pretraining
-        for path, wanted in _table(folder, config, steps or int(pretraining), seeds).items():
-            with told.check():
-                # Without the data set the settings of the pre-trained runs are not known.
-                state = _state(path, wanted if known else None)
-                told.lines.append(f"{state}: would {DEEDS[state]} {path}")
-                if state == HALF and trainer is not None and known:
-                    me, silent = trainer.process, progress.Silent()
-                    told.restore(Trainer(wanted, RunFolder(path), me, silent, root))
-    return told
+    folder: Path, config: Config, pretrain_steps: int, seeds: int = 1, root: Path | None = None
+) -> list[str]:
+    lines = _prepared(config, folder, root)[1]
+    for path, wanted in _table(folder, config, pretrain_steps, seeds).items():
+        state = _state(path, wanted)
+        lines.append(f"{state}: would {DEEDS[state]} {path}")
+        if state == HALF:
+            lines += _restored(_prepared(wanted, path, root)[0])
+    return lines
+
+
+def _prepared(config: Config, path: Path, root: Path | None) -> tuple[Trainer, list[str]]:
+    """The trainer that a run would have, and what there is to say of it."""
+    try:
+        me = start_on(config.device)
+        made = Trainer(config, RunFolder(path), me, progress.Silent(), root)
+    finally:
+        process.stop()
+    train, test = (len(tensors[0]) for tensors in made.task.data)
+    return made, [
+        f"device: {device_name(me.device)}",
+        f"data set: {train} train and {test} test {made.task.samples}",
+        f"steps: {len(made.train_batches)} an epoch, {made.total} in all",
+        f"parameters: {sum(p.numel() for p in made.model.parameters()):,}",
+        *made.notes(),
+    ]
+
+
+def _restored(trainer: Trainer) -> list[str]:
+    """Where it would go on; nothing is written."""
+    path = trainer.run.path
+    lines: list[str] = []
+    if not checkpoint.available(path):
+        _check_continuable(path)
+        return [f"{path} has no checkpoint yet: would begin at its start"]
+    state = checkpoint.latest(path, lines.append)
+    with trainer.fitting():
+        trainer.take_over(state)  # `restore` would go on to write in the folder
+    at = f"at step {trainer.step} of {trainer.total}"
+    told = f"would go on in {path} from checkpoint step-{trainer.step:09d}.ckpt, {at}"
+    return [*lines, told]
 
 
 # -- what they share -------------------------------------------------------------------------------
@@ -489,14 +449,14 @@ def _table(folder: Path, config: Config, pretrain_steps: int, seeds: int) -> dic
     }
 
 
-def _state(path: Path, wanted: Config | None) -> str:
+def _state(path: Path, wanted: Config) -> str:
     """How far this run of a comparison is."""
     if not (path / "config.yaml").is_file() and not checkpoint.available(path):
         RunFolder.check_free(path)
         return MISSING
     run = RunFolder.open(path)
     config = run.config()
-    if wanted is not None and config != wanted:
+    if config != wanted:
         raise RunError(
             f"{path} was made with other settings; choose another --out, or give it the settings "
             f"it has ({', '.join(configs.differences(config, wanted))})"
