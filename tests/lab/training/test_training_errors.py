@@ -258,6 +258,25 @@ def test_an_interrupt_while_it_is_imported(tmp_path):
     assert (done.returncode, done.stderr) == (130, "")
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.yaml", "a: &a [*a]\n"),
+        ("config.yaml", "a: " + "[" * 5000),
+        ("config.yaml", 'task: "\\ud800"\n'),
+        ("summary.json", '{"epochs": 1, "task": "\\ud800", "device": "\\ud800"}'),
+        ("metrics.jsonl", '{"kind": "\\ud800\\u001b[2J"}\n'),
+    ],
+)
+def test_a_report_on_hostile_files(gdeq, tmp_path, name, content):
+    run = begun(tmp_path / "run\x1b[2J")
+    (run / name).write_text(content)
+    code, said = gdeq("report", run, "--out", tmp_path / "page")
+    assert code in (0, 1)
+    assert "Traceback" not in said
+    assert "\x1b" not in said
+
+
 def test_csv_cells_are_no_formulas(tmp_path):
     cells = ["=1+1", "+cmd", "-x", "@a", "-1.5", "plain", -2, None]
     assert csv_text(["=h"], [cells]) == "'=h\n'=1+1,'+cmd,'-x,'@a,-1.5,plain,-2,\n"
