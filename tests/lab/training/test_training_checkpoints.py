@@ -18,7 +18,7 @@ from training_runs import PER_EPOCH, RICH, TINY, assert_same_run, checkpoints
 
 from gdeq.lab import files
 from gdeq.lab.tasks.images import Images
-from gdeq.lab.training import checkpoint, folder, loop
+from gdeq.lab.training import checkpoint, folder, loop, runs
 from gdeq.lab.training import config as configs
 
 
@@ -434,6 +434,19 @@ def test_two_are_kept_and_halves_are_cleared(tmp_path):
 def summary_of(run):
     told = json.loads((run / "summary.json").read_text())
     return {key: told[key] for key in ("test_accuracy", "epochs", "steps", "seed", "task")}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"epochs": 9, "metric": 3}', '{"epochs": 9, "metric": {"name": "x"}}']
+)
+def test_a_summary_that_is_none_is_made_again(stopped, reference, few_images, gdeq, text):
+    shutil.copy(reference / "weights.safetensors", stopped)
+    (stopped / "summary.json").write_text(text)
+    (stopped / "snapshots" / "epoch-x.safetensors").write_text("")
+    assert list(runs.snapshots(stopped)) == [1]
+    code, said = gdeq("train", "--resume", stopped)
+    assert code == 0, said
+    assert summary_of(stopped) == summary_of(reference)
 
 
 TEARS = [

@@ -187,21 +187,16 @@ def _unknown(kind: type, key: str) -> ConfigError:
 def _hint(known: list[str], key: str) -> str:
     """The nearest setting or section; where the section is clear alone, what it has."""
     section, dot, last = key.partition(".")
-    sections = list(dict.fromkeys(k.partition(".")[0] for k in known if "." in k))
-    near: list[str] = []
-    if not dot:
-        last = section
-        words = [*sections, *(k for k in known if "." not in k)]
-        near = difflib.get_close_matches(key, words, n=1)
-    elif right := difflib.get_close_matches(section, sections, n=1):
-        inner = [k.partition(".")[2] for k in known if k.startswith(f"{right[0]}.")]
-        near = [f"{right[0]}.{k}" for k in difflib.get_close_matches(last, inner, n=1, cutoff=0.5)]
-        if not near and right[0] == section:
-            return f"; {section} has {', '.join(inner)}"
-        near = near or right
-    # The last part alone is what people remember.
-    near = near or [k for k in known if k.rpartition(".")[2] == last]
-    near = near or difflib.get_close_matches(key, known, n=1)
+    inner = [k for k in known if dot and k.startswith(f"{section}.")]
+    if inner:
+        near = difflib.get_close_matches(key, inner, n=1, cutoff=0.8)
+        if not near:
+            return f"; {section} has {', '.join(k.partition('.')[2] for k in inner)}"
+    else:
+        sections = list(dict.fromkeys(k.partition(".")[0] for k in known))
+        # The last part alone is what people remember.
+        near = [k for k in known if k.rpartition(".")[2] == (last or section)]
+        near = near or difflib.get_close_matches(key, [*sections, *known], n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -22,6 +22,7 @@ from gdeq import __version__
 from gdeq.lab import files
 from gdeq.lab.files import LabError
 from gdeq.lab.tasks import registry
+from gdeq.lab.tasks.task import Metric
 from gdeq.lab.training import checkpoint
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.settings import Config
@@ -179,9 +180,6 @@ class RunFolder:
                 "the checkpoint: its curves have a gap, the summary does not depend on it"
             )
 
-    def metrics(self) -> list[dict[str, Any]]:
-        return read_metrics(self.metrics_path)
-
     def finished(self, epochs: int) -> dict[str, Any] | None:
         """The summary of a run that came to the end of so many epochs; None of one that did not."""
         if not (self.path / "weights.safetensors").is_file():
@@ -189,10 +187,16 @@ class RunFolder:
         try:
             summary = json.loads((self.path / "summary.json").read_text())
             # Of a run that was lengthened the summary is the old one until the new end.
-            whole = summary["epochs"] >= epochs and "metric" in summary
-        except (OSError, ValueError, LookupError, TypeError):
+            whole = summary["epochs"] >= epochs and bool(self.tested(summary))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
         return summary if whole else None
+
+    @staticmethod
+    def tested(summary: dict[str, Any]) -> str:
+        """Its metric: ``accuracy 97.50 %``."""
+        metric = Metric(**summary["metric"])
+        return metric.text(summary[f"test_{metric.name}"])
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -30,14 +30,15 @@ class RunLock:
         if self.file is not None or fcntl is None:
             return None
         try:
-            file = os.fdopen(files.open_file(run / "lock", os.O_RDWR | os.O_CREAT), "r+")
+            handle = files.open_file(run / "lock", os.O_RDWR | os.O_CREAT)
         except OSError:
             return None
+        file = os.fdopen(handle, "r+", errors="replace")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             with file:
-                return file.read().strip() or "unknown"
+                return file.read(200).strip() or "unknown"
         except OSError:
             file.close()
             return None

@@ -21,7 +21,6 @@ from gdeq.lab.tasks import registry
 from gdeq.lab.tasks.task import Task
 from gdeq.lab.training import checkpoint
 from gdeq.lab.training.adapting import Controller, beginning, exhausted
-from gdeq.lab.training.averaging import averaged
 from gdeq.lab.training.config import Config, ConfigError, to_dict
 from gdeq.lab.training.convergence import ConvergenceWatch
 from gdeq.lab.training.failures import (
@@ -33,7 +32,13 @@ from gdeq.lab.training.failures import (
 from gdeq.lab.training.folder import RunError, RunFolder
 from gdeq.lab.training.lock import RunLock
 from gdeq.lab.training.metrics import Sums
-from gdeq.lab.training.optimization import build_optimizer, learning_rate, restore_moments, set_rate
+from gdeq.lab.training.optimization import (
+    averaged,
+    build_optimizer,
+    learning_rate,
+    restore_moments,
+    set_rate,
+)
 from gdeq.lab.training.precision import caution, precision
 from gdeq.lab.training.process import Process
 from gdeq.lab.training.progress import Silent

@@ -17,7 +17,6 @@ import torch
 from gdeq import Gradient, Solver
 from gdeq.lab.files import LabError
 from gdeq.lab.tasks import registry
-from gdeq.lab.tasks.task import Metric
 from gdeq.lab.training import checkpoint, process, progress
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.config import Config, ConfigError
@@ -91,8 +90,12 @@ def resume(
     A run that has all its epochs is left as it is.
     """
     run, config = reopen(path, overrides)
+    summary = run.finished(config.epochs)
+    if summary is not None:  # also where its device is not
+        tell(_finished(run, summary, config))
+        return summary
     with joined(config, path) as me:
-        return _continue(me, run, config, root, tell, Manner(**manner))
+        return _continue(me, run, config, root, Manner(**manner))
 
 
 def train_or_resume(
@@ -104,9 +107,16 @@ def train_or_resume(
 ) -> dict[str, Any]:
     """Begin the run, or go on with it if it is there: what a restarted job calls again."""
     with joined(config, path) as me:
-        if me.agree(_state(path, config) if me.first else "") == MISSING:
+        state = me.agree(_state(path, config) if me.first else "")
+        if state == MISSING:
             return _begin(me, path, config, root, Manner(**manner))
-        return _continue(me, RunFolder.open(path), config, root, tell, Manner(**manner))
+        run = RunFolder.open(path)
+        summary = run.finished(config.epochs) if state == FINISHED else None
+        if summary is None:
+            return _continue(me, run, config, root, Manner(**manner))
+        if me.first:
+            tell(_finished(run, summary, config))
+        return summary if me.first else {}
 
 
 def _begin(
@@ -128,15 +138,9 @@ def _continue(
     run: RunFolder,
     config: Config,
     root: Path | None,
-    tell: Callable[[str], None],
     manner: Manner,
 ) -> dict[str, Any]:
     path, before = run.path, run.config()
-    summary = run.finished(config.epochs)
-    if summary is not None:
-        if me.first:
-            tell(_finished(run, summary, config))
-        return summary if me.first else {}
     _check_continuable(path)
     view = progress.choose(me.first)
     trainer = Trainer(config, run, me, view, root)
@@ -329,7 +333,8 @@ def _keep_similarity(
 def snapshots(path: Path) -> dict[int, str]:
     """Epoch → file name, of the weights kept on the way."""
     found = sorted((path / "snapshots").glob("epoch-*.safetensors"))
-    return {int(file.stem.split("-")[1]): f"snapshots/{file.name}" for file in found}
+    numbers = {file.stem.removeprefix("epoch-"): f"snapshots/{file.name}" for file in found}
+    return {int(number): name for number, name in numbers.items() if number.isdecimal()}
 
 
 def compare(
@@ -468,18 +473,12 @@ def _changed(run: RunFolder, config: Config) -> str:
     return f"from here on with {', '.join(configs.differences(run.config(), config))}"
 
 
-def tested(summary: dict[str, Any]) -> str:
-    """Its metric: ``accuracy 97.50 %``."""
-    metric = Metric(**summary["metric"])
-    return metric.text(summary[f"test_{metric.name}"])
-
-
 def _finished(run: RunFolder, summary: dict[str, Any], config: Config) -> str:
     unused = ", ".join(configs.differences(run.config(), config))
     ignored = f"\nnot used, as no step is left: {unused}" if unused else ""
     return (
         f"{run.path} is already finished: {count(summary['epochs'], 'epoch')}, test "
-        f"{tested(summary)}; nothing is changed.  To train it for longer, raise epochs: "
+        f"{run.tested(summary)}; nothing is changed.  To train it for longer, raise epochs: "
         f"`gdeq train --resume {run.path} epochs={2 * summary['epochs']}`{ignored}"
     )
 
