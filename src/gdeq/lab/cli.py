@@ -226,7 +226,7 @@ def evaluate(
     from gdeq.lab.training.folder import RunFolder
 
     task = registry.find(RunFolder.open(run).config().task)
-    numbers: list[int | None] = [*steps] if steps else [None]
+    numbers: Sequence[int | None] = steps or [None]
     for number in numbers:
         found = runs.evaluate(run, data, device, number)
         told = "" if number is None else f" with {count(number, 'solver step')}"

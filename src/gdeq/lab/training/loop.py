@@ -23,12 +23,7 @@ from gdeq.lab.training import checkpoint
 from gdeq.lab.training.adapting import Controller, beginning, exhausted
 from gdeq.lab.training.config import Config, ConfigError, to_dict
 from gdeq.lab.training.convergence import ConvergenceWatch
-from gdeq.lab.training.failures import (
-    DivergedError,
-    TrainingError,
-    check_finite,
-    unwritten,
-)
+from gdeq.lab.training.failures import DivergedError, TrainingError, check_finite, unwritten
 from gdeq.lab.training.folder import RunError, RunFolder
 from gdeq.lab.training.lock import RunLock
 from gdeq.lab.training.metrics import Sums
