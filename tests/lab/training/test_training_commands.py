@@ -421,12 +421,6 @@ def test_report(gdeq, run, tmp_path):
     assert "http://" not in page.read_text().replace("http://www.w3.org", "")
 
 
-def test_report_of_nothing(gdeq, tmp_path):
-    code, said = gdeq("report", tmp_path / "none", "--out", tmp_path / "page")
-    assert code == 1
-    assert "error: " in said
-
-
 def test_info(gdeq):
     code, said = gdeq("info")
     assert code == 0
@@ -453,31 +447,25 @@ def test_info_tells_of_triton_and_torchdeq(gdeq, monkeypatch):
     assert "torchdeq   not installed" in said
 
 
-def test_data_that_needs_no_download(gdeq, tmp_path):
-    code, said = gdeq("data", "digits", "--data", tmp_path)
-    assert code == 0
-    assert "digits comes with scikit-learn" in said
-
-
-def test_data_unknown(gdeq, tmp_path):
-    code, said = gdeq("data", "cifar11", "--data", tmp_path)
-    assert code == 1
-    assert "did you mean 'cifar10'?" in said
-
-
-def test_version(gdeq):
-    assert gdeq("--version") == (0, f"gdeq {__version__}\n")
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--version"], 0, f"gdeq {__version__}\n"),
+        (["data", "digits"], 0, "digits comes with scikit-learn"),
+        (["data", "cifar11"], 1, "did you mean 'cifar10'?"),
+        (["report", "nothing-here"], 1, "error: "),
+        *((["--help"], 0, name) for name in COMMANDS),
+    ],
+)
+def test_short_answers(gdeq, tmp_path, monkeypatch, arguments, code, words):
+    monkeypatch.chdir(tmp_path)
+    found, said = gdeq(*arguments)
+    assert (found, words in said) == (code, True), said
 
 
 def test_alternate_is_explained_beside_flip():
     told = {key: meaning for key, (_, meaning) in meanings(ImageConfig).items()}
     assert "flipped in every second epoch, not by chance" in told["augment.alternate"]
-
-
-def test_help_lists_the_commands(gdeq):
-    code, said = gdeq("--help")
-    assert code == 0
-    assert all(name in said for name in COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -30,31 +30,21 @@ def rates(*settings, total=10):
     return [optimization.learning_rate(config, step, total) for step in range(total)]
 
 
-def test_constant_rate():
-    assert rates("optimizer.schedule=constant") == [2.0] * 10
+RATES = {
+    "schedule=constant": [2.0] * 4,
+    "schedule=cosine": [2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5)],
+    "schedule=onecycle warmup=0.5": [2 / 3, 4 / 3, 2, 1],
+    "schedule=cosine warmup=0.5": [2 / 3, 4 / 3, 2, 1],
+    "warmup=1": [0.4, 0.8, 1.2, 1.6],
+}
 
 
-def test_cosine_rate():
-    found = rates("optimizer.schedule=cosine", total=4)
-    assert found == pytest.approx([2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5)])
-
-
-def test_one_cycle_rate():
-    found = rates("optimizer.schedule=onecycle", "optimizer.warmup=0.4")
-    rise = [2 * n / 5 for n in (1, 2, 3, 4)]
-    fall = [2 * (1 - n / 6) for n in range(6)]
-    assert found == pytest.approx(rise + fall)
-
-
-def test_cosine_after_a_warm_up():
-    found = rates("optimizer.schedule=cosine", "optimizer.warmup=0.2")
-    assert found[:3] == pytest.approx([2 / 3, 4 / 3, 2])
-    assert found[6] == pytest.approx(1)  # half way from 2 to 10
-    assert all(a > b > 0 for a, b in pairwise(found[2:]))
-
-
-def test_all_warm_up():
-    assert rates("optimizer.warmup=1", total=4) == pytest.approx([0.4, 0.8, 1.2, 1.6])
+@pytest.mark.parametrize("given", RATES)
+def test_the_rate_of_each_step(given):
+    settings = [f"optimizer.{setting}" for setting in ("lr=2", *given.split())]
+    config = configs.load("digits", [*TINY, *settings])
+    found = [optimization.learning_rate(config, step, 4) for step in range(4)]
+    assert found == pytest.approx(RATES[given])
 
 
 @pytest.fixture
