@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import gdeq._command  # noqa: F401 (first: torch takes a second)
 from gdeq.checks import ConvergenceWarning, CoupledSamplesWarning, UnsteadyCellWarning
 from gdeq.export import fixed_steps
 from gdeq.fixed_point import fixed_point, solve, trajectory

@@ -1,5 +1,6 @@
 """`python -m gdeq` and the `gdeq` command."""
 
+import signal
 import sys
 
 
@@ -8,6 +9,7 @@ def main() -> None:
         from gdeq.lab.cli import app  # noqa: PLC0415 (the library itself needs none of its packages)
     except ModuleNotFoundError as missing:
         sys.exit(f"the gdeq command needs {missing.name}: pip install 'gdeq[train]'")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in place of that of gdeq._command
     app()
 
 

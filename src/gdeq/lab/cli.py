@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -21,14 +23,12 @@ from rich.markup import escape
 
 from gdeq import __version__
 from gdeq.lab import data as datasets
+from gdeq.lab import files
 from gdeq.lab.tasks import registry
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.config import Config
 from gdeq.lab.training.stopping import Interrupted
 from gdeq.options import count
-
-if TYPE_CHECKING:
-    from gdeq.lab.training.runs import Forecast
 
 app = typer.Typer(
     help="Train deep equilibrium models, compare their gradients, look at the results.",
@@ -108,11 +108,17 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
         except Exception as problem:
             if not isinstance(problem, expected()):
                 raise
-            typer.secho(f"error: {problem}", fg="red", err=True)
+            said = str(problem)
+            if isinstance(problem, OSError) and problem.strerror:
+                said = f"{problem.filename or 'a file'}: {problem.strerror}"
+            typer.secho(f"error: {files.shown(said)}", fg="red", err=True)
             raise typer.Exit(1) from problem
         except Interrupted as stop:
-            typer.secho(str(stop), err=True)
+            typer.secho(files.shown(str(stop)), err=True)
             raise typer.Exit(128 + stop.number) from stop
+        except KeyboardInterrupt as stop:
+            typer.secho("interrupted", err=True)
+            raise typer.Exit(128 + signal.SIGINT) from stop
 
     return run
 
@@ -120,13 +126,13 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
 def expected() -> tuple[type[Exception], ...]:
     from gdeq.lab.bench import BenchError
     from gdeq.lab.report import ReportError
-    from gdeq.lab.training.checkpoint import CheckpointError
-    from gdeq.lab.training.failures import TrainingError
-    from gdeq.lab.training.folder import RunError
-    from gdeq.lab.training.process import DeviceError
 
-    own = (configs.ConfigError, CheckpointError, RunError, TrainingError, DeviceError)
-    return (*own, datasets.DataError, ReportError, BenchError)
+    return files.LabError, ReportError, BenchError, OSError, UnicodeError
+
+
+def tell(text: str) -> None:
+    """On one line each, without what could steer the terminal."""
+    console.print(files.shown(text))
 
 
 @app.command(epilog="\n".join(escape(line) for line in KEYS))
@@ -134,9 +140,14 @@ def expected() -> tuple[type[Exception], ...]:
 def train(
     source: Source = None,
     settings: Settings = None,
-    run: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on with this run from its last checkpoint.")
+        Path | None,
+        typer.Option(
+            metavar="RUN|auto",
+            help="Go on with this run from its last checkpoint.  auto: with the one in --out, or "
+            "begin it, so that a job that is started again goes on by itself.",
+        ),
     ] = None,
     data: Root = None,
     dry_run: DryRun = False,
@@ -153,16 +164,18 @@ def train(
 
     gdeq train --resume runs/NAME                after a stop, of whatever kind
 
-    torchrun --nproc-per-node 4 -m gdeq train cifar10-fast     several GPUs
+    torchrun --nproc-per-node 4 --max-restarts 3 -m gdeq train cifar10-fast --out DIR --resume auto
+
+    The last one trains on several GPUs.
     """
     from gdeq.lab.training import runs
 
-    if resume is not None:
-        if run is not None:
-            raise configs.ConfigError("--resume goes on in its own folder: leave --run out")
+    if resume is not None and str(resume) != "auto":
+        if out is not None:
+            raise configs.ConfigError("--resume goes on in its own folder: leave --out out")
         if source is not None and (source in PRESETS or is_file(source)):
             raise configs.ConfigError(
-                f"--resume takes no preset and no file: the run's own config.yaml counts; leave "
+                f"--resume takes no preset and no file: the run's own configuration counts; leave "
                 f"{source} out (settings such as epochs=5 may follow)"
             )
         # With --resume the first argument, if there is one, is a setting.
@@ -171,14 +184,26 @@ def train(
             begun, config = runs.reopen(resume, overrides)
             describe(config, runs.forecast_resume(begun, config, data))
             return
-        show(runs.resume(resume, data, overrides, console.print), resume)
+        show(runs.resume(resume, data, overrides, tell), resume)
         return
     config = chosen(source, settings)
-    path = run or Path("runs") / default_name(config)
+    if resume is not None and out is None:
+        raise configs.ConfigError("--resume auto needs the folder to begin or go on in: --out DIR")
+    if resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        raise configs.ConfigError(
+            "torchrun started this command again, which would begin another run: give it "
+            "--out DIR --resume auto, and it goes on with the one that was begun"
+        )
+    path = out or Path("runs") / default_name(config)
     if dry_run:
-        describe(config, runs.forecast_train(path, config, data))
+        describe(config, runs.forecast_train(path, config, data, resume is not None))
         return
-    show(runs.train(path, config, data), path)
+    show(
+        runs.train_or_resume(path, config, data, tell)
+        if resume
+        else runs.train(path, config, data),
+        path,
+    )
 
 
 @app.command()
@@ -201,11 +226,11 @@ def evaluate(
     from gdeq.lab.training.folder import RunFolder
 
     task = registry.find(RunFolder.open(run).config().task)
-    numbers: list[int | None] = [*steps] if steps else [None]
+    numbers: Sequence[int | None] = steps or [None]
     for number in numbers:
         found = runs.evaluate(run, data, device, number)
         told = "" if number is None else f" with {count(number, 'solver step')}"
-        console.print(
+        tell(
             f"{run}{told}: test {task.metric.text(found[task.metric.name])}, loss "
             f"{found['loss']:.4f}, {found['samples']:.0f} {task.samples}, residual "
             f"{found['residual']:.1e}"
@@ -235,16 +260,16 @@ def compare(
 
     config = chosen(source, settings, runs.GRADIENTS)
     place = out or Path("runs") / f"compare-{title_of(config)}"
-    if dry_run:
-        describe(config, runs.forecast_compare(place, config, pretraining, seeds, data))
-        return
     pretrain = 0
     if pretraining:
         pretrain = config.pretrain_steps or runs.default_pretraining(config, data)
-    paths = runs.compare(place, config, pretrain, seeds, data, console.print)
+    if dry_run:
+        describe(config, runs.forecast_compare(place, config, pretrain, seeds, data))
+        return
+    paths = runs.compare(place, config, pretrain, seeds, data, tell)
     page = reports.write(paths, place)
     typer.echo(reports.table(paths))
-    console.print(f"report: {page}")
+    tell(f"report: {page}")
 
 
 @app.command()
@@ -270,23 +295,23 @@ def similarity(
 
     found: dict[int, list[dict[str, Any]]] = {}
     measured = runs.measure_similarity(
-        run, epochs, batches, batch_size, data, device, exact_tol, console.print
+        run, epochs, batches, batch_size, data, device, exact_tol, tell
     )
     began = time.monotonic()
     for record in measured:
         records = found.setdefault(record["epoch"], [])
         if not records or records[-1]["batch"] != record["batch"]:  # minutes, on a CPU
             told = f"epoch {record['epoch']}: mini-batch {record['batch'] + 1} of {batches}"
-            console.print(f"{told} is solved, {time.monotonic() - began:.0f} s")
+            tell(f"{told} is solved, {time.monotonic() - began:.0f} s")
         records.append(record)
     if exact_tol > ROUGH:
-        console.print(f"warning: with --exact-tol {exact_tol:g} the exact gradient is a rough one")
+        tell(f"warning: with --exact-tol {exact_tol:g} the exact gradient is a rough one")
     for epoch, records in found.items():
         for text in similarity_lines(epoch, records, exact_tol):
-            console.print(text)
+            tell(text)
     if not any(record["solved"] for records in found.values() for record in records):
         raise typer.Exit(1)
-    console.print(f"kept in {run / 'similarity.jsonl'}")
+    tell(f"kept in {run / 'similarity.jsonl'}")
 
 
 def by_method(records: list[dict[str, Any]], where: str) -> dict[str, list[float]]:
@@ -347,7 +372,7 @@ def report(
 
     page = reports.write(paths, out)
     typer.echo(reports.table(paths))
-    console.print(f"report: {page}")
+    tell(f"report: {page}")
 
 
 @app.command()
@@ -447,16 +472,16 @@ def paper_run(
         overrides=settings or [],
         root=data,
         measure=running.Measure(batches, images, exact_tol),
-        tell=console.print,
+        tell=tell,
     )
     if dry_run:
         for line in journey.forecast(chosen_runs):
-            console.print(line)
+            tell(line)
         return
     try:
         journey.go(chosen_runs)
     finally:
-        console.print(journey.report(chosen_runs))
+        tell(journey.report(chosen_runs))
 
 
 @paper.command("collect")
@@ -474,10 +499,10 @@ def paper_collect(
     """
     from gdeq.lab.paper import collecting
 
-    files = collecting.collect(folder, out)
-    typer.echo((files[1]).read_text())
+    made = collecting.collect(folder, out)
+    typer.echo(made[1].read_text())
     typer.echo(collecting.progress(folder))
-    console.print(f"{len(files)} files in {out or folder}")
+    tell(f"{len(made)} files in {out or folder}")
 
 
 @app.command("data")
@@ -495,14 +520,14 @@ def get_data(
     with Progress(console=console, transient=True) as bar:
         tasks: dict[str, Any] = {}
 
-        def tell(what: str, done: int, total: int | None) -> None:
+        def move(what: str, done: int, total: int | None) -> None:
             if what not in tasks:
                 tasks[what] = bar.add_task(what, total=total)
             bar.update(tasks[what], completed=done, total=total)
 
-        place = datasets.prepare(name, data, source, tell)
+        place = datasets.prepare(name, data, source, move)
     own = name == "digits"
-    console.print(f"{name} comes with scikit-learn" if own else f"{name} is ready: {place}")
+    tell(f"{name} comes with scikit-learn" if own else f"{name} is ready: {place}")
 
 
 @app.command()
@@ -512,7 +537,7 @@ def info() -> None:
     from gdeq.lab.training import folder
 
     for key, value in {**folder.environment(), **folder.companions()}.items():
-        console.print(f"{key:10s} {value}")
+        tell(f"{key:10s} {value}")
 
 
 def chosen(source: str | None, settings: list[str] | None, gradients: Sequence[str] = ()) -> Config:
@@ -540,18 +565,14 @@ def is_file(source: str) -> bool:
     return Path(source).suffix in (".yaml", ".yml", ".py") and "=" not in source
 
 
-def describe(config: Config, told: Forecast) -> None:
-    for problem in told.problems:
-        typer.secho(f"error: {problem}", fg="red", err=True)
-    console.print(yaml.safe_dump(configs.to_dict(config), sort_keys=False))
-    for line in told.lines:
-        console.print(line)
-    if told.problems:
-        raise typer.Exit(1)
+def describe(config: Config, lines: list[str]) -> None:
+    tell(yaml.safe_dump(configs.to_dict(config), sort_keys=False))
+    for line in lines:
+        tell(line)
 
 
 def show(summary: dict[str, Any], path: Path) -> None:
     if not summary:  # not the first process
         return
-    console.print(json.dumps(summary, indent=1))
-    console.print(f"run folder: {path}   (gdeq report {path})")
+    tell(json.dumps(summary, indent=1))
+    tell(f"run folder: {path}   (gdeq report {path})")

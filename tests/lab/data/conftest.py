@@ -27,6 +27,7 @@ def cifar10(monkeypatch):
 
     def change(**options):
         standard = {"md5": data_files.md5s(), "url": NOWHERE, "npm": NO_PROGRAM}
+        standard["pickle_md5"] = data_files.pickle_md5s()
         recipe = CIFAR10(**standard | options)
         monkeypatch.setitem(SETS, "cifar10", recipe)
         return recipe

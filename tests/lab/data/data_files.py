@@ -36,10 +36,18 @@ def write_binary(folder):
     return folder
 
 
+def pickles():
+    return {name: python2_pickle(r[:, 0].tolist(), r[:, 1:]) for name, r in records().items()}
+
+
+def pickle_md5s():
+    return {name: hashlib.md5(data).hexdigest() for name, data in pickles().items()}
+
+
 def write_python(folder):
     folder.mkdir(parents=True, exist_ok=True)
-    for name, r in records().items():
-        (folder / name).write_bytes(python2_pickle(r[:, 0].tolist(), r[:, 1:]))
+    for name, data in pickles().items():
+        (folder / name).write_bytes(data)
     return folder
 
 
@@ -55,19 +63,19 @@ def write_npm(folder):
     return folder
 
 
-def python2_pickle(labels, data, fortran=False):
+def python2_pickle(labels, data):
     """The instructions of the official files: protocol 2 as Python 2 wrote it."""
 
     def text(s):
         return b"U" + bytes([len(s)]) + s
 
     shape = b"".join(b"J" + struct.pack("<i", n) for n in data.shape)
-    raw = data.tobytes(order="F" if fortran else "C")
+    raw = data.tobytes()
     dtype = b"cnumpy\ndtype\nq\x06" + text(b"u1") + b"K\x00K\x01\x87R(K\x03" + text(b"|")
     dtype += b"NNN" + b"J\xff\xff\xff\xff" * 2 + b"K\x00tb"
     array = b"cnumpy.core.multiarray\n_reconstruct\nq\x03cnumpy\nndarray\nq\x04K\x00\x85"
     array += text(b"b") + b"\x87R(K\x01" + shape + b"\x86" + dtype
-    array += (b"\x88" if fortran else b"\x89") + b"T" + struct.pack("<I", len(raw)) + raw + b"tb"
+    array += b"\x89T" + struct.pack("<I", len(raw)) + raw + b"tb"
     numbers = b"](" + b"".join(b"K" + bytes([n]) for n in labels) + b"e"
     items = text(b"batch_label") + text(b"batch 1 of 5") + text(b"labels") + b"q\x02" + numbers
     return b"\x80\x02}q\x01(" + items + text(b"data") + array + b"u."

@@ -1,9 +1,14 @@
+import gzip
 import json
+import os
+import pickle
 import tarfile
+import tracemalloc
 
 import data_files
 import numpy as np
 import pytest
+from PIL import Image
 
 from gdeq.lab.data import DataError, load, prepare
 from gdeq.lab.data.cifar10 import CIFAR10, OFFICIAL_MD5
@@ -172,7 +177,61 @@ def test_a_link_in_place_of_a_batch_is_not_read(tmp_path):
     refused(r"evil\.tar\.gz: cannot read data_batch_1\.bin: No such", tmp_path, archive)
 
 
-def test_a_member_that_claims_to_be_huge_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("gdeq.lab.data.archives.LARGEST", 1000)
-    folder = data_files.write_binary(tmp_path / "usb")
-    refused("claims 9219 bytes", tmp_path, data_files.tar(tmp_path / "a.tar.gz", folder))
+class Evil:
+    """Unpickling this makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_is_opened_if_it_is_the_official_one_alone(tmp_path):
+    folder, trace = data_files.write_python(tmp_path / "usb"), tmp_path / "executed"
+    deep = b"\x80\x02)" + b"\x85" * 10**6 + b"K\x01}K\x02K\x03s."  # a tuple that ended Python
+    for data in (pickle.dumps({b"labels": Evil(trace)}), deep):
+        (folder / "data_batch_1").write_bytes(data)
+        refused("not the official file, and as a pickle it may hold code", tmp_path, folder)
+    assert not trace.exists()
+
+
+def bomb(path, header, size):
+    """A .tar.gz of one header that claims ``size`` bytes, and zeros for them."""
+    info = tarfile.TarInfo("data_batch_1.bin")
+    info.type, info.size = header, size
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(info.tobuf(tarfile.GNU_FORMAT))
+        for _ in range(size // 2**20):
+            file.write(bytes(2**20))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (tarfile.GNUTYPE_LONGNAME, "a header in it claims more than any data set has"),
+        (tarfile.XHDTYPE, "a header in it claims more than any data set has"),
+        (tarfile.REGTYPE, "data_batch_1.bin claims 209715200 bytes"),
+    ],
+)
+def test_an_archive_that_claims_to_be_huge_takes_no_memory(tmp_path, header, message):
+    archive = bomb(tmp_path / "evil.tar.gz", header, 200 * 2**20)
+    tracemalloc.start()
+    refused(message, tmp_path, archive)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 * 2**20
+
+
+def test_an_archive_of_too_many_members(tmp_path):
+    archive = data_files.tar_of(tmp_path / "evil.tar.gz", [(f"{n}", b"") for n in range(1001)])
+    refused("it has more than 1000 members", tmp_path, archive)
+
+
+def test_a_picture_that_claims_to_be_huge_is_not_unpacked(tmp_path):
+    folder = data_files.write_npm(tmp_path / "package")
+    Image.new("RGB", (1024, 10_001)).save(folder / "data_batch_1.png")
+    refused("is not a sheet of CIFAR-10 images", tmp_path, folder)
+    (folder / "train_lables.json").write_bytes(b" " * 33_000_000)
+    refused("has 33,000,000 bytes, where at most 32,000,000 belong", tmp_path, folder)

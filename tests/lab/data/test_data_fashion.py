@@ -1,4 +1,6 @@
 import gzip
+import hashlib
+import tracemalloc
 
 import data_files
 import pytest
@@ -60,3 +62,16 @@ def test_a_wrong_bit_and_a_missing_file(tmp_path):
     labels.unlink()
     with pytest.raises(DataError, match=r"cannot read .*t10k-labels-idx1-ubyte\.gz: No such file"):
         load("fashion-mnist", tmp_path)
+
+
+@pytest.mark.parametrize("name", OFFICIAL_MD5)
+def test_a_file_that_claims_to_be_huge_takes_no_memory(tmp_path, fashion, name):
+    """Even one whose sum is known."""
+    folder = data_files.write_idx(tmp_path / "fashion-mnist")
+    (folder / name).write_bytes(gzip.compress(bytes(300 * 2**20), 1))
+    fashion(md5={n: hashlib.md5((folder / n).read_bytes()).hexdigest() for n in OFFICIAL_MD5})
+    tracemalloc.start()
+    with pytest.raises(DataError, match="more than 48,000,000 bytes when unpacked"):
+        load("fashion-mnist", tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 150 * 2**20
+    tracemalloc.stop()

@@ -126,7 +126,7 @@ def test_a_source_replaces_a_whole_copy_and_may_be_that_copy(tmp_path, visible):
 )
 def test_a_disk_that_does_not_take_the_third_file(tmp_path, monkeypatch, number, message, visible):
     data_files.write_python(tmp_path / "usb")
-    real, calls = recipe.write_synced, []
+    real, calls = recipe.files.write, []
 
     def write(path, data):
         calls.append(path)
@@ -135,7 +135,7 @@ def test_a_disk_that_does_not_take_the_third_file(tmp_path, monkeypatch, number,
             raise OSError(number, os.strerror(number), str(path))
         real(path, data)
 
-    monkeypatch.setattr(recipe, "write_synced", write)
+    monkeypatch.setattr(recipe.files, "write", write)
     with pytest.raises(DataError, match=message):
         prepare("cifar10", tmp_path / "data", tmp_path / "usb")
     assert visible(tmp_path / "data") == []
@@ -171,14 +171,14 @@ def test_a_root_that_cannot_be_a_folder(tmp_path):
 
 def test_an_unreadable_source_is_about_the_source(tmp_path, monkeypatch):
     folder = data_files.write_binary(tmp_path / "usb")
-    real = Path.read_bytes
+    real = recipe.files.read
 
-    def refuse(self):
-        if self.name == "data_batch_2.bin":
-            raise PermissionError(errno.EACCES, "Permission denied", str(self))
-        return real(self)
+    def refuse(path, limit):
+        if path.name == "data_batch_2.bin":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, limit)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(recipe.files, "read", refuse)
     with pytest.raises(DataError, match=r"cannot read .*usb/data_batch_2\.bin: Permission denied"):
         prepare("cifar10", tmp_path / "data", folder)
 
@@ -190,13 +190,13 @@ import data_files
 from gdeq.lab.data import cifar10, prepare, recipe
 from gdeq.lab.data.sets import SETS
 SETS["cifar10"] = cifar10.CIFAR10(md5=data_files.md5s())
-real, calls = recipe.write_synced, []
+real, calls = recipe.files.write, []
 def write(path, data):
     real(path, data)
     calls.append(path)
     if len(calls) == 4:
         os.kill(os.getpid(), signal.SIGKILL)
-recipe.write_synced = write
+recipe.files.write = write
 prepare("cifar10", {root!r}, {source!r})
 """
 

@@ -89,7 +89,7 @@ def my_task(tmp_path_factory):
 def whole(tmp_path_factory, zygote, my_task):
     """A run of it that nobody stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    code, said = zygote.run(folder / "log", "train", my_task, *SMALL, "--run", folder / "run")
+    code, said = zygote.run(folder / "log", "train", my_task, *SMALL, "--out", folder / "run")
     assert code == 0, said
     assert "epoch 3/3: test share right 0." in said
     assert '"test_share_right"' in said
@@ -122,7 +122,7 @@ def test_settings_of_ones_own(my_task, gdeq):
 @pytest.mark.parametrize("moment", [1, 2 * PER_EPOCH])
 def test_killed_and_resumed_it_is_the_same_to_the_bit(tmp_path, zygote, my_task, whole, moment):
     run = tmp_path / "run"
-    child = zygote.start(tmp_path / "log", "train", my_task, *SMALL, "--run", run)
+    child = zygote.start(tmp_path / "log", "train", my_task, *SMALL, "--out", run)
     if wait_until(lambda: steps_seen(run) >= moment, child):
         child.kill(signal.SIGKILL)
     child.wait()
@@ -134,7 +134,7 @@ def test_killed_and_resumed_it_is_the_same_to_the_bit(tmp_path, zygote, my_task,
 def test_interrupted_it_is_saved_first(tmp_path, zygote, my_task, whole):
     run, log = tmp_path / "run", tmp_path / "log"
     child = zygote.start(
-        log, "train", my_task, *SMALL, "epochs=500", "checkpoint_seconds=1000", "--run", run
+        log, "train", my_task, *SMALL, "epochs=500", "checkpoint_seconds=1000", "--out", run
     )
     assert wait_until(lambda: steps_seen(run) >= 3, child)
     child.kill(signal.SIGTERM)
@@ -167,7 +167,7 @@ def test_budgets_adapt_and_averages_and_penalties_work(tmp_path, gdeq, my_task):
     settings = [*SMALL, "adapt.enabled=true", "solver.tol=0", "adapt.every=1", "ema=0.5"]
     settings += ["adapt.steps=[2,3]", "adapt.refine=[0,1]", "adapt.forward=1e-9"]
     settings += ["residual_weight=0.1", "residual_every=1", "pretrain_steps=2", "optimizer=muon"]
-    code, said = gdeq("train", my_task, *settings, "--run", tmp_path / "run")
+    code, said = gdeq("train", my_task, *settings, "--out", tmp_path / "run")
     assert code == 0, said
     changes = [r for r in metrics(tmp_path / "run") if r["kind"] == "adapt"]
     assert changes[-1]["max_iter"] == 3
@@ -176,7 +176,7 @@ def test_budgets_adapt_and_averages_and_penalties_work(tmp_path, gdeq, my_task):
 
 def test_two_processes_share_it(tmp_path, zygote, my_task, whole):
     run = tmp_path / "run"
-    children = start_all(zygote, tmp_path, 2, "train", my_task, *SMALL, "--run", run)
+    children = start_all(zygote, tmp_path, 2, "train", my_task, *SMALL, "--out", run)
     assert [child.wait() for child in children] == [0, 0], (tmp_path / "log0").read_text()
     for one, other in zip(metrics(run), metrics(whole), strict=True):
         for key in ("loss", "train_loss", "test_loss"):
@@ -199,7 +199,7 @@ def test_two_processes_share_it(tmp_path, zygote, my_task, whole):
 )
 def test_a_file_that_defines_no_task(tmp_path, gdeq, text, message):
     (tmp_path / "bad.py").write_text(text)
-    code, said = gdeq("train", tmp_path / "bad.py", "device=cpu", "--run", tmp_path / "run")
+    code, said = gdeq("train", tmp_path / "bad.py", "device=cpu", "--out", tmp_path / "run")
     assert code == 1
     assert message in said.replace("\n", " ")
     assert not (tmp_path / "run").exists()
@@ -210,7 +210,7 @@ def test_losses_are_one_per_sample(tmp_path, gdeq, my_task):
     text = my_task.read_text()
     path.write_text(text.replace('reduction="none"', 'reduction="mean"'))
     assert path.read_text() != text
-    code, said = gdeq("train", path, *SMALL, "--run", tmp_path / "run")
+    code, said = gdeq("train", path, *SMALL, "--out", tmp_path / "run")
     assert code == 1
     assert "one loss per sample, shape (batch,), got ()" in said
 
@@ -262,7 +262,7 @@ def test_a_language_model_beats_its_baseline(tmp_path, gdeq, monkeypatch):
     whole = chars.corpus()
     monkeypatch.setattr(chars, "corpus", lambda: "the cat sat on the mat; " * 300 + whole[:3000])
     settings = ["epochs=4", "width=16", "window=24", "optimizer.lr=1e-2", "device=cpu"]
-    code, said = gdeq("train", "chars", *settings, "--run", tmp_path / "run")
+    code, said = gdeq("train", "chars", *settings, "--out", tmp_path / "run")
     assert code == 0, said
     assert "bits per character of the test text by counts" in said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

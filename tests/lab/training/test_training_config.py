@@ -6,14 +6,14 @@ import shutil
 import pytest
 import torch
 import yaml
-from training_runs import TINY, checkpoints
+from training_runs import RICH, TINY, begun, checkpoints
 
 from gdeq import Broyden
 from gdeq.lab import data as datasets
 from gdeq.lab.tasks import registry
 from gdeq.lab.tasks.images import PRESETS, ImageConfig, Images
+from gdeq.lab.training import checkpoint, process, runs, settings
 from gdeq.lab.training import config as configs
-from gdeq.lab.training import process, runs, settings
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
@@ -38,11 +38,6 @@ def test_yaml_round_trip(name, tmp_path):
     (tmp_path / "own.yaml").write_text(text)
     assert configs.load(str(tmp_path / "own.yaml")) == config
     assert configs.from_dict(configs.to_dict(config)) == config
-
-
-def test_an_empty_file_is_the_default(tmp_path):
-    (tmp_path / "own.yaml").write_text("")
-    assert configs.load(str(tmp_path / "own.yaml")) == ImageConfig()
 
 
 def test_overrides_lie_on_top_of_a_file(tmp_path):
@@ -179,28 +174,27 @@ def test_a_dry_run_tells_what_would_happen(gdeq, tmp_path, monkeypatch, few_imag
     assert ", a new folder" in said
     assert not list(tmp_path.iterdir())
     (tmp_path / "empty").mkdir()
-    code, said = gdeq("train", *TINY, "--run", "empty", "--dry-run")
+    code, said = gdeq("train", *TINY, "--out", "empty", "--dry-run")
     assert code == 0, said
     assert "would train into empty, which is there and holds nothing yet" in said
     assert "a new folder" not in said
 
 
-def test_a_dry_run_tells_all_problems_at_once(gdeq, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.txt").write_text("years of work")
-    place = ["--data", tmp_path, "--run", tmp_path / "run"]
-    code, said = gdeq("train", "cifar10", "device=cuda:99", *place, "--dry-run")
-    assert code == 1
-    assert said.count("error: ") == 3
-    assert said.rindex("error: ") < said.index("data: cifar10")  # not after a page of settings
-    assert "use device=cpu" in said
-    assert "`gdeq data cifar10" in said
-    assert f"{tmp_path / 'run'} exists already and is left as it is" in said
-    assert "would train" not in said
+def test_a_dry_run_has_the_errors_of_the_command(gdeq, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    place = ["--data", tmp_path, "--out"]
+    for folder, said_of_it in (
+        (tmp_path, f"error: {tmp_path} exists already and is left as it is"),
+        (tmp_path / "run", "`gdeq data cifar10"),
+    ):
+        code, said = gdeq("train", "cifar10", "device=cpu", *place, folder, "--dry-run")
+        assert (code, said_of_it in said, "epochs:" in said) == (1, True, False)
+    code, said = gdeq("compare", "cifar10-fast", "device=cpu", *place, folder, "--dry-run")
+    assert (code, said_of_it in said, "would train" in said) == (1, True, False)
 
 
 def test_a_dry_run_of_a_resume(gdeq, tmp_path, few_images):
-    (tmp_path / "config.yaml").write_text("epochs: 9\nbatch_size: 4\n")
+    begun(tmp_path, "epochs=9", "batch_size=4")
     before = files(tmp_path)
     code, said = gdeq("train", "--resume", tmp_path, "--dry-run", "optimizer.lr=0.5")
     assert code == 0, said
@@ -231,14 +225,15 @@ def test_a_dry_run_names_the_checkpoint(gdeq, tmp_path, reference, few_images):
     newest.write_bytes(b"")
     code, said = gdeq("train", "--resume", run, "epochs=3", "--dry-run")
     assert code == 0, said
-    assert f"warning: {newest.name} is not a checkpoint" in said
+    assert f"warning: {newest.name} is not a file of gdeq" in said
     assert "from checkpoint step-000000005.ckpt, at step 5 of 9" in said
     assert files(run) == {**before, newest: b""}
-    text = (run / "config.yaml").read_text()
-    (run / "config.yaml").write_text(text.replace("size: small", "size: tiny"))
+    state = checkpoint.latest(run)
+    state["model"].popitem()
+    checkpoint.save(run, 9, state, configs.to_dict(configs.load("digits", RICH)))
     code, said = gdeq("train", "--resume", run, "epochs=3", "--dry-run")
     assert code == 1
-    assert "does not fit its config.yaml" in said
+    assert "does not fit its configuration: Error(s) in loading" in said
 
 
 def test_a_dry_run_of_a_comparison(gdeq, tmp_path, few_images):
@@ -263,27 +258,17 @@ def test_a_dry_run_of_a_comparison(gdeq, tmp_path, few_images):
     assert f"half: would go on with {out / 'npg-seed0'}" in said
     assert "from checkpoint step-000000003.ckpt, at step 3 of 3" in said
     assert f"missing: would train into {out / 'gdeq-seed0'}" in said
-    (out / "implicit-seed0").mkdir()
-    (out / "implicit-seed0" / "thesis.txt").write_text("years of work")
     code, said = gdeq("compare", *given, "optimizer.lr=0.5", "--no-pretraining", "--dry-run")
     assert code == 1
-    assert f"{out / 'implicit-seed0'} exists already" in said
     assert f"{out / 'jfb-seed0'} was made with other settings; choose another --out" in said
-    # The run itself says so too, and before it has begun with any of them.
-    code, said = gdeq("compare", *given, "--no-pretraining")
-    assert code == 1
-    assert f"{out / 'implicit-seed0'} exists already" in said
+    (out / "implicit-seed0").mkdir()
+    (out / "implicit-seed0" / "thesis.txt").write_text("years of work")
+    for dry in (["--dry-run"], []):  # before it has begun with any of them
+        code, said = gdeq("compare", *given, "--no-pretraining", *dry)
+        assert code == 1
+        assert f"{out / 'implicit-seed0'} exists already" in said
     (out / "implicit-seed0" / "thesis.txt").unlink()
     assert files(out) == before
-
-
-def test_a_dry_run_of_a_comparison_without_its_data(gdeq, tmp_path):
-    place = ["--out", tmp_path / "table", "--data", tmp_path]
-    code, said = gdeq("compare", "cifar10-fast", "device=cpu", *place, "--dry-run")
-    assert code == 1
-    assert said.count(f"missing: would train into {tmp_path / 'table'}/") == 8
-    assert said.count("error: ") == 1
-    assert "`gdeq data cifar10" in said
 
 
 def test_all_settings_of_augmentation_reach_the_batches():

@@ -1,14 +1,22 @@
 """Every mistake has a sentence that says what to do; these tests read it."""
 
+import contextlib
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from training_runs import TINY
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_runs import TINY, begun
 
-from gdeq.lab.tasks.images import Images
+from gdeq.lab.report.plain import csv_text
+from gdeq.lab.tasks.images import ImageConfig, Images
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import process, runs
+from gdeq.lab.training.config import all_keys
+from gdeq.lab.training.folder import RunFolder
 
 BUILD = Images.model
 
@@ -46,16 +54,6 @@ def test_an_unknown_key_suggests_the_right_one(gdeq, setting, nearest):
     assert "gdeq train --help" in said
 
 
-def test_a_key_like_none_of_its_section(gdeq):
-    said = refused(gdeq, "train", "augment.zzzz=1", "--dry-run")
-    assert "there is no setting 'augment.zzzz'; augment has crop, " in said
-
-
-def test_a_key_like_nothing(gdeq):
-    said = refused(gdeq, "train", "zzzz=3", "--dry-run")
-    assert "there is no setting 'zzzz' (`gdeq train --help`" in said
-
-
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
@@ -86,6 +84,18 @@ def test_a_key_like_nothing(gdeq):
         ("device=tpu", "error: device must be auto, cpu or cuda, got 'tpu'"),
         ("data=mnist", "error: data must be 'digits'"),
         ("epochs=[1", "epochs: cannot read the value '[1'"),
+        ("epochs=" + "[" * 500, "more than 20 levels of nesting"),
+        ("epochs=2024-02-31", "day is out of range"),
+        ("epochs=!!bool abc", "epochs: cannot read the value '!!bool abc'"),
+        ("epochs=" + "9" * 5000, "epochs: cannot read the value '999"),
+        ("epochs=0x" + "f" * 5000, "a whole number of more than 64 bits"),
+        ("seed=18446744073709551616", "a whole number of more than 64 bits"),
+        ("snapshots=[&a [1], *a]", "aliases (*name) are not allowed"),
+        ("optimizer.lr=1e308", "optimizer.lr must be at most 1e+30, got '1e308'"),
+        ("task=[1]", "there is no task [1]"),
+        ("task=" + "x" * 5000 + ".py", "cannot read the task xxx"),
+        ("data=\x1b[31mred", "cannot read the value '\\x1b[31mred'"),
+        ("timeout_seconds=0", "error: timeout_seconds must be at least 1"),
         (
             "solver=picard",
             "solver=picard builds none; use solver=broyden, gradient.refine=1 (which",
@@ -125,27 +135,33 @@ def test_a_setting_that_nothing_reads(gdeq, settings, message):
     assert message in refused(gdeq, "train", *settings, "--dry-run")
 
 
-def test_a_gradient_for_a_command_that_takes_them_all(gdeq):
-    said = refused(gdeq, "compare", "gradient=jfb")
-    assert "takes the gradients implicit, jfb, npg, gdeq in turn; leave gradient=jfb out" in said
-
-
 def test_a_resumed_run_refuses_what_it_does_not_read(gdeq, tmp_path):
-    (tmp_path / "config.yaml").write_text("gradient: {name: implicit, refine: 1}\n")
+    begun(tmp_path, "gradient=implicit")
     said = refused(gdeq, "train", "--resume", tmp_path, "gradient.refine=2")
     assert "gradient.refine is read by gradient=gdeq and gradient=jfb alone" in said
 
 
-def test_not_a_setting(gdeq):
-    said = refused(gdeq, "train", "digits", "epochs", "--dry-run")
-    assert "'epochs' is not a setting; write key=value, such as epochs=5" in said
+PRESETS = "digits, fashion-mnist, cifar10, cifar10-fast, cifar10-paper, cifar10-adaptive, chars"
 
 
-def test_a_bad_preset_name(gdeq):
-    said = refused(gdeq, "train", "cifar-10", "--dry-run")
-    presets = "digits, fashion-mnist, cifar10, cifar10-fast, cifar10-paper, cifar10-adaptive, chars"
-    assert f"'cifar-10' is neither a preset ({presets})" in said
-    assert "did you mean 'cifar10'?" in said
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "augment.zzzz=1"], "no setting 'augment.zzzz'; augment has crop, flip"),
+        (["train", "zzzz=3"], "there is no setting 'zzzz' (`gdeq train --help`"),
+        (["train", "digits", "epochs"], "'epochs' is not a setting; write key=value, such as ep"),
+        (["train", "cifar-10"], f"'cifar-10' is neither a preset ({PRESETS}"),
+        (["train", "cifar-10"], "did you mean 'cifar10'?"),
+        (["train", "none.yaml"], "cannot read none.yaml: No such file"),
+        (
+            ["compare", "gradient=jfb"],
+            "takes the gradients implicit, jfb, npg, gdeq in turn; leave",
+        ),
+    ],
+)
+def test_an_argument_that_does_not_fit(gdeq, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in refused(gdeq, *arguments, "--dry-run")
 
 
 @pytest.mark.parametrize(
@@ -158,6 +174,9 @@ def test_a_bad_preset_name(gdeq):
         (b"solvr:\n  tol: 1\n", "there is no setting 'solvr'; did you mean 'solver'?"),
         (b"solver:\n  tool: 1\n", "there is no setting 'solver.tool'; did you mean 'solver.tol'?"),
         (b"model: large\n", "model holds settings, got 'large'"),
+        (b"", "must hold settings, one 'key: value' a line"),
+        (b"a: &a [x,x]\nb: &b [*a,*a]\n", "aliases (*name) are not allowed"),
+        (b"epochs: 1\n" * 200_000, "has 2,000,000 bytes, where at most 1,048,576 belong"),
     ],
 )
 def test_an_unreadable_file(gdeq, tmp_path, content, message):
@@ -168,25 +187,106 @@ def test_an_unreadable_file(gdeq, tmp_path, content, message):
     assert "own.yaml" in said or "setting" in message or "holds" in message
 
 
-def test_a_missing_file(gdeq, tmp_path):
-    said = refused(gdeq, "train", tmp_path / "none.yaml", "--dry-run")
-    assert f"cannot read {tmp_path / 'none.yaml'}: No such file" in said
+@pytest.mark.parametrize("name", ["x" * 300, "nul\0byte", "not-utf8-\udcff", "esc\x1b[2J"])
+@pytest.mark.parametrize(
+    "command", [["train"], ["train", "--resume"], ["evaluate"], ["report"], ["train", "--out"]]
+)
+def test_a_path_that_no_file_can_have(gdeq, tmp_path, monkeypatch, name, command):
+    monkeypatch.setattr(runs, "train", lambda path, *_: path.exists() or {})
+    said = gdeq(*command, tmp_path / name)[1]
+    assert "Traceback" not in said
+    assert "\x1b" not in said
+    assert said.isascii() or "\udcff" not in said
+
+
+SETTINGS = [*all_keys(ImageConfig), "solver", "model", "nothing", "adapt.steps.x", "", "."]
+PIECES = ["[", "]", "{", "}", ": ", ",", "&a", "*a", "!!int", "!!binary", "~", "1e400", "-0x1", "é"]
+PIECES += [
+    "2001-13-45",
+    "?",
+    "|",
+    ">",
+    "'",
+    '"',
+    "\0",
+    "\udc80",
+    "9" * 400,
+    "true",
+    "small",
+    "1:60",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(SETTINGS), st.lists(st.sampled_from(PIECES), max_size=6), st.text(max_size=5)
+)
+def test_any_setting_gets_a_sentence_or_is_one(key, pieces, text):
+    with contextlib.suppress(configs.ConfigError):
+        configs.load("digits", [f"{key}={''.join(pieces)}{text}"])
+
+
+def test_an_interrupt_at_any_time_is_no_traceback(gdeq, monkeypatch):
+    def struck(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(configs, "load", struck)
+    code, said = gdeq("train", "epochs=1")
+    assert (code, said) == (130, "interrupted\n")
+
+
+def test_an_interrupt_while_it_is_imported(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    paths = [str(tmp_path), *sys.path]
+    done = subprocess.run(
+        [sys.executable, "-m", "gdeq", "info"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.yaml", "a: &a [*a]\n"),
+        ("config.yaml", "a: " + "[" * 5000),
+        ("config.yaml", 'task: "\\ud800"\n'),
+        ("summary.json", '{"epochs": 1, "task": "\\ud800", "device": "\\ud800"}'),
+        ("metrics.jsonl", '{"kind": "\\ud800\\u001b[2J"}\n'),
+    ],
+)
+def test_a_report_on_hostile_files(gdeq, tmp_path, name, content):
+    run = begun(tmp_path / "run\x1b[2J")
+    (run / name).write_text(content)
+    code, said = gdeq("report", run, "--out", tmp_path / "page")
+    assert code in (0, 1)
+    assert "Traceback" not in said
+    assert "\x1b" not in said
+
+
+def test_csv_cells_are_no_formulas(tmp_path):
+    cells = ["=1+1", "+cmd", "-x", "@a", "-1.5", "plain", -2, None]
+    assert csv_text(["=h"], [cells]) == "'=h\n'=1+1,'+cmd,'-x,'@a,-1.5,plain,-2,\n"
 
 
 def test_a_run_folder_that_exists_is_left_alone(gdeq, tmp_path, few_images):
     run = tmp_path / "run"
     run.mkdir()
     (run / "thesis.txt").write_text("years of work")
-    said = refused(gdeq, "train", *TINY, "--run", run)
+    said = refused(gdeq, "train", *TINY, "--out", run)
     assert f"{run} exists already and is left as it is" in said
     assert "--resume" not in said  # it is no run
-    assert "choose another folder with --run" in said
+    assert "choose another folder with --out" in said
     assert [(p.name, p.read_text()) for p in run.iterdir()] == [("thesis.txt", "years of work")]
 
 
 def test_a_run_that_is_there_can_be_continued(gdeq, tmp_path, few_images):
-    (tmp_path / "config.yaml").write_text("epochs: 1\n")
-    said = refused(gdeq, "train", *TINY, "--run", tmp_path)
+    begun(tmp_path)
+    said = refused(gdeq, "train", *TINY, "--out", tmp_path)
     assert f"continue it with `gdeq train --resume {tmp_path}`, or choose another folder" in said
 
 
@@ -196,25 +296,24 @@ def test_a_comparison_names_its_own_option(gdeq, tmp_path, few_images):
     said = refused(gdeq, "compare", *TINY, "--no-pretraining", "--out", tmp_path)
     assert "jfb-seed0 exists already" in said
     assert "choose another folder with --out" in said
-    assert "--run" not in said
 
 
 def test_a_file_where_the_run_folder_should_be(gdeq, tmp_path, few_images):
     (tmp_path / "file").write_text("")
-    said = refused(gdeq, "train", *TINY, "--run", tmp_path / "file")
+    said = refused(gdeq, "train", *TINY, "--out", tmp_path / "file")
     assert f"{tmp_path / 'file'} exists already and is a file, not a folder" in said
     assert "--resume" not in said
-    said = refused(gdeq, "train", *TINY, "--run", tmp_path / "file" / "run")
+    said = refused(gdeq, "train", *TINY, "--out", tmp_path / "file" / "run")
     assert "cannot make the run folder" in said
     assert f"{tmp_path / 'file'}: Not a directory" in said
-    dry = refused(gdeq, "train", *TINY, "--run", tmp_path / "file" / "run", "--dry-run")
-    assert dry.startswith(said.strip())  # before the configuration
+    dry = refused(gdeq, "train", *TINY, "--out", tmp_path / "file" / "run", "--dry-run")
+    assert dry == said
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_place_where_nothing_may_be_written(gdeq, tmp_path, few_images):
     tmp_path.chmod(0o500)
-    said = refused(gdeq, "train", *TINY, "--run", tmp_path / "runs" / "one", "--dry-run")
+    said = refused(gdeq, "train", *TINY, "--out", tmp_path / "runs" / "one", "--dry-run")
     tmp_path.chmod(0o700)
     assert f"cannot make the run folder {tmp_path / 'runs' / 'one'}: " in said
     assert f"{tmp_path}: Permission denied" in said
@@ -222,7 +321,7 @@ def test_a_place_where_nothing_may_be_written(gdeq, tmp_path, few_images):
 
 def test_what_was_killed_before_it_began_may_begin_again(gdeq, tmp_path, few_images):
     (tmp_path / "config.yaml.part").write_text("epo")
-    code, said = gdeq("train", *TINY, "epochs=1", "--run", tmp_path)
+    code, said = gdeq("train", *TINY, "epochs=1", "--out", tmp_path)
     assert code == 0, said
 
 
@@ -239,31 +338,31 @@ def test_a_folder_that_is_no_run(gdeq, tmp_path, command):
 
 
 def test_resume_takes_only_settings(gdeq, tmp_path):
-    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    begun(tmp_path)
     said = refused(gdeq, "train", "epochs=2", "seeds", "--resume", tmp_path)
     assert "'seeds' is not a setting" in said
     for source in ("digits", "own.yaml"):
         said = refused(gdeq, "train", source, "--resume", tmp_path)
-        assert "--resume takes no preset and no file: the run's own config.yaml counts" in said
+        assert "--resume takes no preset and no file: the run's own configuration counts" in said
         assert f"leave {source} out" in said
-    said = refused(gdeq, "train", "--resume", tmp_path, "--run", tmp_path / "other")
-    assert "leave --run out" in said
+    said = refused(gdeq, "train", "--resume", tmp_path, "--out", tmp_path / "other")
+    assert "leave --out out" in said
 
 
 @pytest.mark.parametrize(
     "setting", ["data=cifar10", "batch_size=3", "seed=1", "model=large", "optimizer=sgd", "ema=0.5"]
 )
 def test_what_a_resumed_run_cannot_change(gdeq, tmp_path, setting):
-    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    before = (begun(tmp_path) / "config.yaml").read_text()
     said = refused(gdeq, "train", "--resume", tmp_path, setting)
     assert "cannot change in the middle of a run" in said
     assert setting.split("=")[0] in said
-    assert (tmp_path / "config.yaml").read_text() == "epochs: 1\n"
+    assert (tmp_path / "config.yaml").read_text() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there(gdeq, tmp_path):
-    said = refused(gdeq, "train", "device=cuda", "--run", tmp_path / "run")
+    said = refused(gdeq, "train", "device=cuda", "--out", tmp_path / "run")
     assert "device=cuda was asked for, but PyTorch sees no GPU here" in said
     assert "use device=cpu or device=auto" in said
     assert not (tmp_path / "run").exists()
@@ -273,16 +372,17 @@ def test_a_gpu_that_is_not_there(gdeq, tmp_path):
 @pytest.mark.parametrize("command", ["evaluate", "similarity"])
 def test_a_gpu_that_is_not_there_by_option(gdeq, tmp_path, command):
     """Their advice is the option that they have."""
-    (tmp_path / "config.yaml").write_text("epochs: 1\n")
+    begun(tmp_path)
     (tmp_path / "snapshots").mkdir()
     (tmp_path / "snapshots" / "epoch-001.safetensors").write_text("")
     said = refused(gdeq, command, tmp_path, "--device", "cuda")
     assert "PyTorch sees no GPU here; use --device cpu or --device auto" in said
     assert "device=" not in said
-    (tmp_path / "config.yaml").write_text("device: cuda\n")
+    RunFolder(tmp_path).write_config(configs.load("digits", ["device=cuda"]))
     assert "use --device cpu" in refused(gdeq, command, tmp_path)
-    said = refused(gdeq, command, tmp_path, "--device", "gpu")
-    assert "there is no device 'gpu': write cpu, cuda or cuda:0; use --device cpu" in said
+    for device in ("gpu", "meta", "cpu:x"):
+        said = refused(gdeq, command, tmp_path, "--device", device)
+        assert f"there is no device {device!r}: write cpu, cuda or cuda:0; use --device cpu" in said
 
 
 def test_a_gpu_number_that_is_not_there(gdeq, tmp_path, monkeypatch):
@@ -290,24 +390,24 @@ def test_a_gpu_number_that_is_not_there(gdeq, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(process.DeviceError, match="there is no GPU 5: this machine has 2"):
         process.start("cuda:5")
-    said = refused(gdeq, "train", "device=cuda-x", "--run", tmp_path / "run")
+    said = refused(gdeq, "train", "device=cuda-x", "--out", tmp_path / "run")
     assert "there is no device 'cuda-x': write cpu, cuda or cuda:0; use device=cpu" in said
 
 
 def test_a_data_set_that_is_missing(gdeq, tmp_path):
     said = refused(
-        gdeq, "train", "cifar10", "device=cpu", "--run", tmp_path / "run", "--data", tmp_path
+        gdeq, "train", "cifar10", "device=cpu", "--out", tmp_path / "run", "--data", tmp_path
     )
     assert "gdeq data cifar10" in said
     assert not (tmp_path / "run").exists()
 
 
 def test_a_batch_larger_than_the_data_set(gdeq, tmp_path, few_images):
-    said = refused(gdeq, "train", *TINY, "batch_size=500", "--run", tmp_path / "run")
+    said = refused(gdeq, "train", *TINY, "batch_size=500", "--out", tmp_path / "run")
     assert "batch_size 500 is larger than the data set (12 samples): lower batch_size" in said
     assert "drop_last" not in said
     assert not (tmp_path / "run").exists()
-    dry = refused(gdeq, "train", *TINY, "batch_size=500", "--run", tmp_path / "run", "--dry-run")
+    dry = refused(gdeq, "train", *TINY, "batch_size=500", "--out", tmp_path / "run", "--dry-run")
     assert "batch_size 500 is larger than the data set (12 samples)" in dry
 
 
@@ -321,18 +421,18 @@ def expanding(task):
 
 
 def test_a_solver_that_stops_converging_is_told(gdeq, tmp_path, few_images, monkeypatch):
-    code, said = gdeq("train", *TINY, "epochs=1", "--run", tmp_path / "good")
+    code, said = gdeq("train", *TINY, "epochs=1", "--out", tmp_path / "good")
     assert code == 0
     assert "warning" not in said
     monkeypatch.setattr(Images, "model", expanding)
     settings = [*TINY, "epochs=1", "gradient=jfb", "solver=picard"]
-    code, said = gdeq("train", *settings, "--run", tmp_path / "bad")
+    code, said = gdeq("train", *settings, "--out", tmp_path / "bad")
     assert code == 0, said  # it may recover: a warning, not an end
     assert "warning: the solver no longer converges (mean residual" in said
     assert "at step 1): raise solver.max_iter" in said
     assert "residual_weight=5" in said
     # While it is unrolled there is no solver to complain of.
-    code, said = gdeq("train", *settings, "pretrain_steps=3", "--run", tmp_path / "unrolled")
+    code, said = gdeq("train", *settings, "pretrain_steps=3", "--out", tmp_path / "unrolled")
     assert code == 0
     assert "the solver no longer converges" not in said
     assert "warning: all 3 steps are unrolled" in said
@@ -344,7 +444,7 @@ def test_weights_that_are_missing_or_damaged(gdeq, tmp_path, few_images):
     said = refused(gdeq, "similarity", run)
     assert f"{run} holds no snapshots; train with snapshots=" in said
     os.truncate(run / "weights.safetensors", 1000)
-    assert "weights.safetensors is damaged or of another model" in refused(gdeq, "evaluate", run)
+    assert "weights.safetensors is damaged or cut short" in refused(gdeq, "evaluate", run)
     (run / "weights.safetensors").unlink()
     said = refused(gdeq, "evaluate", run)
     assert f"it is not finished; continue it with `gdeq train --resume {run}`" in said

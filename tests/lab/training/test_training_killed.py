@@ -23,14 +23,14 @@ LONG = [*RICH, "epochs=8"]
 @pytest.fixture(scope="module")
 def long_reference(tmp_path_factory, zygote):
     place = tmp_path_factory.mktemp("long")
-    code, said = zygote.run(place / "log", "train", *LONG, "--run", place / "run")
+    code, said = zygote.run(place / "log", "train", *LONG, "--out", place / "run")
     assert code == 0, said
     return place / "run"
 
 
 def begin(zygote, run):
     """Start it, or go on with it, as its user would."""
-    arguments = ["--resume", run] if (run / "config.yaml").exists() else [*LONG, "--run", run]
+    arguments = ["--resume", run] if (run / "config.yaml").exists() else [*LONG, "--out", run]
     return zygote.start(run.with_suffix(".log"), "train", *arguments)
 
 
@@ -110,7 +110,7 @@ def test_killed_at_a_chosen_moment(
 )
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, zygote, long_reference, number, at):
     run, log = tmp_path / "run", tmp_path / "log"
-    child = zygote.start(log, "train", *LONG, "checkpoint_seconds=1000", "--run", run)
+    child = zygote.start(log, "train", *LONG, "checkpoint_seconds=1000", "--out", run)
     assert wait_until(lambda: steps_seen(run) >= at, child)
     child.kill(number)
     assert child.wait() == 128 + number
@@ -146,7 +146,7 @@ def test_the_step_under_way_is_the_last(
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(loop.Trainer, "one_step", struck)
-        code, said = gdeq("train", *RICH, "checkpoint_seconds=1000", "--run", run)
+        code, said = gdeq("train", *RICH, "checkpoint_seconds=1000", "--out", run)
     if during == 2 * PER_EPOCH:  # nothing was left to do
         assert code == 0, said
     else:
@@ -254,7 +254,7 @@ def test_a_run_that_is_being_trained_is_left_alone(
     tmp_path, zygote, few_images, gdeq, long_reference
 ):
     run, log = tmp_path / "run", tmp_path / "log"
-    child = zygote.start(log, "train", *LONG, "--run", run)
+    child = zygote.start(log, "train", *LONG, "--out", run)
     assert wait_until(lambda: steps_seen(run) >= 2, child)
     child.kill(signal.SIGSTOP)
     status = Path(f"/proc/{child.pid}/stat")  # the signal takes a moment
@@ -323,7 +323,7 @@ def test_the_program_itself(tmp_path, gdeq):
         def alive(self):
             return self.process.poll() is None
 
-    first = Program(*settings, "--run", run)
+    first = Program(*settings, "--out", run)
     assert wait_until(lambda: steps_seen(run) >= 1, first), first.process.stdout.read()
     first.process.send_signal(signal.SIGKILL)
     first.process.communicate()
@@ -331,6 +331,6 @@ def test_the_program_itself(tmp_path, gdeq):
     second = Program("--resume", run)
     said, _ = second.process.communicate(timeout=200)
     assert second.process.returncode == 0, said
-    code, text = gdeq("train", *settings, "--run", tmp_path / "whole")
+    code, text = gdeq("train", *settings, "--out", tmp_path / "whole")
     assert code == 0, text
     assert_same_run(run, tmp_path / "whole")

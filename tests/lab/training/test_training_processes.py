@@ -50,7 +50,7 @@ def assert_same_curve(run, alone):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, zygote):
     folder = tmp_path_factory.mktemp("alone")
-    code, said = zygote.run(folder / "log", "train", *SETTINGS, "--run", folder / "run")
+    code, said = zygote.run(folder / "log", "train", *SETTINGS, "--out", folder / "run")
     assert code == 0, said
     return folder / "run"
 
@@ -61,7 +61,7 @@ def test_two_processes_by_torchrun(tmp_path, gdeq):
     with tempfile.TemporaryDirectory() as logs:
         done = subprocess.run(
             [*TORCHRUN, "--log-dir", logs, "-m", "gdeq", "train", *settings.split()],
-            cwd=tmp_path,  # no --run: the name holds the time, on which both must agree
+            cwd=tmp_path,  # no --out: the name holds the time, on which both must agree
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
@@ -72,14 +72,14 @@ def test_two_processes_by_torchrun(tmp_path, gdeq):
     (run,) = (tmp_path / "runs").iterdir()
     assert done.stdout.count('"test_accuracy"') == 1  # the first process speaks for all
     assert '"processes": 2' in done.stdout
-    code, said = gdeq("train", *settings.split(), "--run", tmp_path / "alone")
+    code, said = gdeq("train", *settings.split(), "--out", tmp_path / "alone")
     assert code == 0, said
     assert_same_curve(run, tmp_path / "alone")
 
 
 def test_two_processes_with_all_phases(tmp_path, zygote, alone):
     run = tmp_path / "run"
-    children = start_all(zygote, tmp_path, 2, "train", *SETTINGS, "--run", run)
+    children = start_all(zygote, tmp_path, 2, "train", *SETTINGS, "--out", run)
     assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
     assert_same_curve(run, alone)
     assert (tmp_path / "log1").read_text() == ""
@@ -89,9 +89,9 @@ def test_two_processes_mix_over_the_batch_of_both(tmp_path, zygote, few_images, 
     """With SGD: Adam makes a rounding of a tiny gradient as large as any other step."""
     settings = [*TINY, "optimizer=sgd", "augment.flip=true", "augment.alternate=true"]
     settings += ["augment.cutmix=0.7", "label_smoothing=0.1"]
-    children = start_all(zygote, tmp_path, 2, "train", *settings, "--run", tmp_path / "run")
+    children = start_all(zygote, tmp_path, 2, "train", *settings, "--out", tmp_path / "run")
     assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
-    code, said = gdeq("train", *settings, "--run", tmp_path / "alone")
+    code, said = gdeq("train", *settings, "--out", tmp_path / "alone")
     assert code == 0, said
     assert_same_curve(tmp_path / "run", tmp_path / "alone")
 
@@ -99,9 +99,9 @@ def test_two_processes_mix_over_the_batch_of_both(tmp_path, zygote, few_images, 
 def test_a_number_of_processes_that_divides_nothing(tmp_path, zygote, few_images, gdeq):
     """Three: 256, the evaluation's batch, has to give way; each of 21 images counts once."""
     settings = [*TINY, "epochs=1", "batch_size=6"]
-    children = start_all(zygote, tmp_path, 3, "train", *settings, "--run", tmp_path / "run")
+    children = start_all(zygote, tmp_path, 3, "train", *settings, "--out", tmp_path / "run")
     assert [c.wait() for c in children] == [0, 0, 0], (tmp_path / "log0").read_text()
-    code, said = gdeq("train", *settings, "--run", tmp_path / "alone")
+    code, said = gdeq("train", *settings, "--out", tmp_path / "alone")
     assert code == 0, said
     assert_same_curve(tmp_path / "run", tmp_path / "alone")
 
@@ -110,9 +110,9 @@ def test_stopped_by_a_signal_and_resumed(tmp_path, zygote):
     """With dropout and the penalty on: each process has a random state of its own."""
     settings = [*RICH, "epochs=5", "checkpoint_seconds=1000"]
     runs = [tmp_path / "whole", tmp_path / "broken"]
-    children = start_all(zygote, tmp_path, 2, "train", *settings, "--run", runs[0])
+    children = start_all(zygote, tmp_path, 2, "train", *settings, "--out", runs[0])
     assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
-    children = start_all(zygote, tmp_path, 2, "train", *settings, "--run", runs[1])
+    children = start_all(zygote, tmp_path, 2, "train", *settings, "--out", runs[1])
     assert wait_until(lambda: steps_seen(runs[1]) >= 2, children[0])
     children[1].kill(signal.SIGTERM)  # one hears it, both stop
     assert [c.wait() for c in children] == [143, 143], (tmp_path / "log0").read_text()
@@ -127,11 +127,58 @@ def test_stopped_by_a_signal_and_resumed(tmp_path, zygote):
     assert metrics(runs[1]) == metrics(runs[0])
 
 
+AGAIN = [*RICH, "epochs=5", "timeout_seconds=5", "--resume", "auto", "--out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_process_is_told_and_the_same_command_goes_on(tmp_path, zygote, number):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    children = start_all(zygote, tmp_path, 2, "train", *AGAIN, whole)
+    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+    children = start_all(zygote, tmp_path, 2, "train", *AGAIN, broken)
+    assert wait_until(lambda: steps_seen(broken) >= 2, children[0])
+    children[1].kill(number)
+    assert children[0].wait() == 1, (tmp_path / "log0").read_text()
+    said = (tmp_path / "log0").read_text()
+    assert "error: another process of this training was lost, or did not answer for 5 se" in said
+    assert f"`gdeq train --resume {broken}`" in said
+    assert "Traceback" not in said
+    if number == signal.SIGSTOP:
+        children[1].kill(signal.SIGKILL)
+    children[1].wait()
+    for said in ("continuing at step", "is already finished: 5 epochs"):
+        children = start_all(zygote, tmp_path, 2, "train", *AGAIN, broken)
+        assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+        assert said in (tmp_path / "log0").read_text()
+    assert metrics(broken) == metrics(whole)
+
+
+def test_one_command_line_begins_and_goes_on(tmp_path, few_images, gdeq, monkeypatch):
+    run = tmp_path / "run"
+    code, said = gdeq("train", *TINY, "--resume", "auto")
+    assert (code, "--resume auto needs the folder" in said) == (1, True)
+    code, said = gdeq("train", *TINY, "--resume", "auto", "--out", run, "--dry-run")
+    assert (code, f"would train into {run}, a new folder" in said) == (0, True), said
+    code, said = gdeq("train", *TINY, "--resume", "auto", "--out", run)
+    assert code == 0, said
+    (run / "summary.json").unlink()
+    code, said = gdeq("train", *TINY, "--resume", "auto", "--out", run, "--dry-run")
+    assert (code, f"would go on in {run} from" in said) == (0, True), said
+    code, said = gdeq("train", *TINY, "--resume", "auto", "--out", run)
+    assert (code, "only the end of the run is left" in said) == (0, True), said
+    code, said = gdeq("train", *TINY, "optimizer.lr=0.5", "--resume", "auto", "--out", run)
+    assert (code, "(optimizer.lr: 0.001 -> 0.5)" in said) == (1, True), said
+    # A restart that would begin another run is told so.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    code, said = gdeq("train", *TINY, "--out", tmp_path / "other")
+    assert (code, "give it --out DIR --resume auto" in said) == (1, True), said
+
+
 @pytest.fixture(scope="module")
 def rich_pair(tmp_path_factory, zygote):
     """Two processes, a checkpoint at every step: the last two are those of steps 5 and 6."""
     folder = tmp_path_factory.mktemp("pair")
-    children = start_all(zygote, folder, 2, "train", *RICH, "--run", folder / "run")
+    children = start_all(zygote, folder, 2, "train", *RICH, "--out", folder / "run")
     assert [c.wait() for c in children] == [0, 0], (folder / "log0").read_text()
     return folder / "run"
 
@@ -172,7 +219,7 @@ def test_resumed_by_another_number_of_processes(tmp_path, zygote, rich_pair, pro
 
 def test_a_batch_norm_over_several_processes(tmp_path, zygote):
     settings = [*TINY, "model.outer_norm=batch"]
-    children = start_all(zygote, tmp_path, 2, "train", *settings, "--run", tmp_path / "r")
+    children = start_all(zygote, tmp_path, 2, "train", *settings, "--out", tmp_path / "r")
     assert [c.wait() for c in children] == [1, 1]
     said = (tmp_path / "log0").read_text().replace("\n", " ")
     assert "error: model.outer_norm=batch takes statistics over the whole batch" in said
@@ -194,7 +241,7 @@ def test_batch_norms_on_several_gpus_share_their_statistics(few_images, norm, pr
 
 def test_a_batch_that_cannot_be_shared(tmp_path, zygote):
     children = start_all(
-        zygote, tmp_path, 2, "train", *TINY, "batch_size=5", "--run", tmp_path / "r"
+        zygote, tmp_path, 2, "train", *TINY, "batch_size=5", "--out", tmp_path / "r"
     )
     assert [c.wait() for c in children] == [1, 1]
     said = (tmp_path / "log0").read_text()

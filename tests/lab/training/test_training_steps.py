@@ -30,31 +30,21 @@ def rates(*settings, total=10):
     return [optimization.learning_rate(config, step, total) for step in range(total)]
 
 
-def test_constant_rate():
-    assert rates("optimizer.schedule=constant") == [2.0] * 10
+RATES = {
+    "schedule=constant": [2.0] * 4,
+    "schedule=cosine": [2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5)],
+    "schedule=onecycle warmup=0.5": [2 / 3, 4 / 3, 2, 1],
+    "schedule=cosine warmup=0.5": [2 / 3, 4 / 3, 2, 1],
+    "warmup=1": [0.4, 0.8, 1.2, 1.6],
+}
 
 
-def test_cosine_rate():
-    found = rates("optimizer.schedule=cosine", total=4)
-    assert found == pytest.approx([2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5)])
-
-
-def test_one_cycle_rate():
-    found = rates("optimizer.schedule=onecycle", "optimizer.warmup=0.4")
-    rise = [2 * n / 5 for n in (1, 2, 3, 4)]
-    fall = [2 * (1 - n / 6) for n in range(6)]
-    assert found == pytest.approx(rise + fall)
-
-
-def test_cosine_after_a_warm_up():
-    found = rates("optimizer.schedule=cosine", "optimizer.warmup=0.2")
-    assert found[:3] == pytest.approx([2 / 3, 4 / 3, 2])
-    assert found[6] == pytest.approx(1)  # half way from 2 to 10
-    assert all(a > b > 0 for a, b in pairwise(found[2:]))
-
-
-def test_all_warm_up():
-    assert rates("optimizer.warmup=1", total=4) == pytest.approx([0.4, 0.8, 1.2, 1.6])
+@pytest.mark.parametrize("given", RATES)
+def test_the_rate_of_each_step(given):
+    settings = [f"optimizer.{setting}" for setting in ("lr=2", *given.split())]
+    config = configs.load("digits", [*TINY, *settings])
+    found = [optimization.learning_rate(config, step, 4) for step in range(4)]
+    assert found == pytest.approx(RATES[given])
 
 
 @pytest.fixture
@@ -495,10 +485,19 @@ def test_milliseconds_are_those_after_pretraining():
 
     unrolled = [line(2, 2, 1.0), line(4, 2, 1.0), line(6, 2, 2.0)]  # the last one: half of it
     solved = [line(7, 1, 9.0), line(9, 2, 7.0), line(11, 2, 8.0)]
-    epoch = {"kind": "epoch", "step": 11}
-    assert records.ms_per_step([*unrolled, epoch, *solved], config) == 8.0
-    assert records.ms_per_step(unrolled, config) == 1.0  # there is nothing else
-    assert records.ms_per_step([epoch], config) is None
+    epoch = {"kind": "epoch", "step": 11, "seconds": 0.033}
+
+    def middle(lines):
+        story = records.Story()
+        for one in lines:
+            story.note(one, config)
+        resumed = records.Story()
+        resumed.restore(story.state())
+        return resumed.ms_per_step(config)
+
+    assert middle([*unrolled, epoch, *solved]) == 8.0
+    assert middle(unrolled) == 1.0  # there is nothing else
+    assert middle([epoch]) == 3.0
 
 
 @pytest.mark.parametrize("gradient", ["gradient=jfb", "gradient=gdeq"])
@@ -542,7 +541,7 @@ def warned(trainer, residuals, *settings, samples=training_runs.BATCH):
     told = []
     for made.step, residual in enumerate(residuals, start=1):
         epoch = (made.step - 1) // PER_EPOCH
-        made._log(epoch, {"loss": 1.0, "residual": residual, "samples": samples})
+        made._log(epoch, {"loss": 1.0, "residual": residual, "samples": samples, "ms": 1})
         told += [made.step] * len(made.progress.texts)
         made.progress.texts.clear()
     return told

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gdeq.lab.files import FileError, LabError
 
-class DataError(RuntimeError):
+
+class DataError(LabError):
     """A data set is unknown, missing, damaged or cannot be written; says what to do about it."""
 
 
@@ -20,6 +22,8 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    except FileError as error:
+        raise DataError(str(error)) from error
 
 
 @contextmanager

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from gdeq.lab import files
 from gdeq.lab.data.dataset import Arrays, Pixels
 from gdeq.lab.data.errors import reading
 from gdeq.lab.data.fetch import download
@@ -20,6 +20,7 @@ OFFICIAL_MD5 = {
     "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
     "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
 }
+LARGEST = 48_000_000  # bytes of a file, packed or not
 HOME = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
 
 
@@ -51,10 +52,11 @@ class FashionMNIST(Recipe):
     def contents(self, folder: Path) -> Iterator[tuple[str, Contents]]:
         for name in OFFICIAL_MD5:
             with reading(folder / name):
-                yield name, (folder / name).read_bytes()
+                yield name, files.read(folder / name, LARGEST)
 
     def arrays(self, contents: dict[str, Contents]) -> Arrays:
-        train_x, train_y, test_x, test_y = (_idx(contents[name]) for name in OFFICIAL_MD5)
+        with reading(Path(self.folder)):
+            train_x, train_y, test_x, test_y = (_idx(contents[name]) for name in OFFICIAL_MD5)
         return Arrays(train_x[:, None], train_y, test_x[:, None], test_y)
 
     def ways(self, progress: Progress) -> Iterator[Way]:
@@ -68,7 +70,7 @@ class FashionMNIST(Recipe):
 
 def _idx(data: Contents) -> Pixels:
     """An idx file of uint8: zero, zero, 8, the number of sizes, the sizes, the values."""
-    values = np.frombuffer(gzip.decompress(data), np.uint8)
+    values = np.frombuffer(files.gunzip(data, LARGEST), np.uint8)
     dims = int(values[3])
     shape = values[4 : 4 + 4 * dims].view(">u4")
     return values[4 + 4 * dims :].reshape(shape)

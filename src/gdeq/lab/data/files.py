@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -14,14 +13,6 @@ from pathlib import Path
 from filelock import FileLock
 
 SCRATCH = ".gdeq-scratch-"
-
-
-def write_synced(path: Path, data: bytes | memoryview) -> None:
-    """Write, and wait for the disk: a rename must not overtake the data it publishes."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from gdeq.lab import files
 from gdeq.lab.data.archives import unpack
 from gdeq.lab.data.dataset import Arrays
 from gdeq.lab.data.errors import DataError
-from gdeq.lab.data.files import write_synced
 
 # progress(what, done, total): total is None where it is not known.
 Progress = Callable[[str, int, int | None], None]
@@ -93,16 +93,20 @@ class Recipe(Source):
             raise DataError(f"{source} holds no {self.title} batches")
         for index, (name, data) in enumerate(self.checked(folder, source)):
             progress(f"checking {name}", index, len(self.md5))
-            write_synced(out / name, data)
+            files.write(out / name, data)
         progress("checked", len(self.md5), len(self.md5))
 
     def checked(self, folder: Path, told: Path | None = None) -> Iterator[tuple[str, Contents]]:
         """`contents`, each of the right MD5; `told` is what the message calls the folder."""
         for name, data in self.contents(folder):
-            found, official = hashlib.md5(data, usedforsecurity=False).hexdigest(), self.md5[name]
+            found, official = md5_of(data), self.md5[name]
             if found != official:
                 raise DataError(
                     f"{told or folder}: {Path(name).stem} has MD5 {found}, the official one has "
                     f"{official}: it is damaged or not {self.title}"
                 )
             yield name, data
+
+
+def md5_of(data: Contents) -> str:
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()

@@ -7,6 +7,7 @@ import io
 import unicodedata
 from collections.abc import Iterable, Sequence
 
+from gdeq.lab.files import csv_cell
 from gdeq.lab.report import formats
 from gdeq.lab.report.recipes import usual_text
 from gdeq.lab.report.rows import FEW_STEPS, Cell, Row, metric_of, spread_over, unfinished
@@ -65,8 +66,7 @@ def _printable(text: str) -> str:
 def csv_text(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(head)
-    writer.writerows(lines)
+    writer.writerows([csv_cell(cell) for cell in line] for line in (head, *lines))
     return file.getvalue()
 
 

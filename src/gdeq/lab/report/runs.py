@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
+from gdeq.lab.files import FileError, load_yaml
 
 Record = dict[str, Any]
 NOT_STARTED = "not started"
@@ -226,9 +226,9 @@ def read_run(path: Path) -> Run:
     problems: list[str] = []
     text = _text(path / "config.yaml")
     try:
-        config = yaml.safe_load(text)
-    except yaml.YAMLError as problem:
-        raise ReportError(f"{path / 'config.yaml'} is not valid YAML: {problem}") from problem
+        config = load_yaml(text)
+    except FileError as problem:
+        raise ReportError(f"{path / 'config.yaml'} {problem}") from problem
     if not isinstance(config, dict):
         raise ReportError(f"{path / 'config.yaml'} holds no settings")
     metrics = _lines(path / "metrics.jsonl", problems)

@@ -27,14 +27,19 @@ def presets() -> dict[str, dict[str, Any]]:
 
 def find(name: str) -> type[Task[Any]]:
     """A task by its name, or the one that a Python file defines."""
-    if name in TASKS:
+    if isinstance(name, str) and name in TASKS:
         return TASKS[name]
     if not str(name).endswith(".py"):
         raise ConfigError(
             f"there is no task {name!r}: write {', '.join(TASKS)}, or the path of a .py file that "
             "defines one"
         )
-    return _from_file(Path(name).resolve())
+    try:
+        return _from_file(Path(name).resolve())
+    except (OSError, ValueError) as problem:
+        if isinstance(problem, ConfigError):
+            raise
+        raise ConfigError(f"cannot read the task {name}: {problem}") from problem
 
 
 def _from_file(path: Path) -> type[Task[Any]]:

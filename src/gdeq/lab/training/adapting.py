@@ -1,35 +1,21 @@
 """The adaptive method: forward steps, refinement and the residual penalty follow what is measured.
 
 Every so many steps the loop hands over two means: the relative residual of the fixed point where
-the solver stopped, and the error of the batch's gradient (`BackwardRecord.batch_error`): of each
-sample the larger of the error that a refinement estimates by its last step and the residual of w,
-where both are known, weighted by ‖w‖.  (A trained f can be such that a better w has a larger
-residual, docs/results.md: then more VJPs are spent than are needed.  With ``measure_every`` most
-steps know the estimate alone, and those without a VJP nothing.)
-Each has a target and a ladder of costs:
+the solver stopped, and the error of the batch's gradient (`BackwardRecord.batch_error`).  Each has
+a target and a ladder of costs:
 
 - above its target, one rung up at once, and one more for each further factor of two: more forward
   steps, or more VJPs;
 - well below it for a while, one rung down.  If that has to be taken back soon, the next try of this
   rung waits twice as long, so that it settles instead of flapping;
-- where the forward residual is above its target on the highest rung: the budget no longer finds an
-  equilibrium of f, and the weight of the residual penalty, which gives f one, is doubled.  It is
-  halved again, with the same caution, after a longer while in which the residual is not above its
-  target and has rungs to spare, or is well below.  What rungs were tried in vain before says
-  nothing of an f with more penalty: the next try waits no longer than the first.  (The error of w
-  asks for no penalty, which is one on f(z) − z: on CIFAR-10 that rose to 64 for it in six epochs.)
+- with the forward residual above its target on the highest rung, the weight of the residual
+  penalty, which gives f an equilibrium, is doubled.  It is halved again, more hesitantly, when the
+  residual has room.  An f with more penalty is another f: failed tries are then forgotten.  (The
+  error of w raises no penalty: on CIFAR-10 that led to a weight of 64 in six epochs.)
 
-A target can be wider at first and tighten evenly: while the rate is large, a rough gradient leads
-to the same place, and a step with it takes half as long.  Its ladder begins on the lowest rung,
-which it was made wide for.
-
-Another begins in the middle, the lower one of two.  On the lowest rung, the first epoch, in which
-the rate may be at its largest, would be trained with the worst solves, until enough looks have led
-up.  On the highest, an f that is above its target would be penalised at the first look, and coming
-down takes ``patience`` looks a rung; from the middle the first rungs are free in both directions.
-
-Everything here is plain numbers, decided at the host between two steps; what was decided is a
-function of what was measured alone.
+A target can be wider at first and tighten evenly; its ladder then begins on the lowest rung.
+Otherwise it begins in the middle, the lower one of two, from where the first rungs are free in both
+directions.  All decisions are made on the host between two steps, from what was measured alone.
 """
 
 from __future__ import annotations
@@ -219,21 +205,13 @@ class Controller:
 
     def __init__(self, config: AdaptConfig, residual_weight: float) -> None:
         self.every = config.every
-        forward, backward = (
-            (last if first is None else first, last)
-            for first, last in (
-                (config.forward_at_first, config.forward),
-                (config.backward_at_first, config.backward),
-            )
-        )
+        forward = config.forward_at_first or config.forward, config.forward
+        backward = config.backward_at_first or config.backward, config.backward
         self.forward = Ladder(config.steps, forward, config.room, config.patience)
         self.backward = Ladder(config.refine, backward, config.room, config.patience)
-        self.penalty = Penalty(
-            residual_weight,
-            config.penalty_least,
-            config.penalty_most,
-            LOWERING * config.patience,
-        )
+        patience = LOWERING * config.patience
+        least, most = config.penalty_least, config.penalty_most
+        self.penalty = Penalty(residual_weight, least, most, patience)
         # Of the last look, forward and backward: above its target; and nothing left to raise.
         self.above = self.exhausted = (False, False)
 

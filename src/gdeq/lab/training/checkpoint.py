@@ -1,7 +1,7 @@
-"""Checkpoints that survive anything: whole or not there, checked on reading, safe to load.
+"""Checkpoints and weights: whole or not there, checked on reading, never any code.
 
-A checkpoint is a header line with the SHA-256 of what follows, and then what `torch.save` wrote.
-It is written beside its place, flushed to the disk and renamed; the one before is kept.
+Both are safetensors files, which any program reads.  Their metadata hold as JSON what is no tensor,
+the run's configuration among it, and the SHA-256 of the whole file, taken with zeros in its place.
 """
 
 from __future__ import annotations
@@ -9,52 +9,42 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import io
-import os
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from safetensors.torch import save as dump
+from torch import Tensor, nn
 
-MAGIC = b"gdeq-checkpoint-1 "
+from gdeq.lab import files
+from gdeq.lab.files import LabError
+
 KEEP = 2
+SUM, ZEROS = b'{\\"sha256\\": \\"', b"0" * 64  # JSON within JSON
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(LabError):
     """A checkpoint could not be written or read."""
-
-
-def folder_of(run: Path) -> Path:
-    return run / "checkpoints"
 
 
 def available(run: Path) -> list[Path]:
     """The checkpoints of a run, newest first."""
-    return sorted(folder_of(run).glob("step-*.ckpt"), reverse=True)
+    return sorted((run / "checkpoints").glob("step-*.ckpt"), reverse=True)
 
 
-def save(run: Path, step: int, state: dict[str, Any]) -> Path:
+def save(run: Path, step: int, state: dict[str, Any], config: dict[str, Any] | None = None) -> Path:
     """Write ``state`` (tensors, numbers, text, lists, dicts) as the newest checkpoint."""
-    folder = folder_of(run)
-    place = folder / f"{_name(step)}.ckpt"
-    payload = io.BytesIO()
-    torch.save(state, payload)
-    data = payload.getbuffer()
-    header = MAGIC + hashlib.sha256(data).hexdigest().encode() + b"\n"
-    half = place.with_suffix(".part")
+    tensors: dict[str, Tensor] = {}
+    about = {"state": _without_tensors(state, tensors), "config": config}
+    place = run / "checkpoints" / f"{_name(step)}.ckpt"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with half.open("wb") as file:
-            file.write(header)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        half.replace(place)
-        _sync_folder(folder)
+        folder = files.subfolder(run, "checkpoints")
+        files.write(place, pack(tensors, about))
     except OSError as problem:
-        with contextlib.suppress(OSError):
-            half.unlink(missing_ok=True)
         kept = available(run)
         last = f"the last good one is {kept[0].name}" if kept else "there is none before it"
         full = " The disk is full: free some space, then resume." * (problem.errno == errno.ENOSPC)
@@ -69,24 +59,12 @@ def save(run: Path, step: int, state: dict[str, Any]) -> Path:
 
 def read(path: Path) -> dict[str, Any]:
     """One checkpoint; raises `CheckpointError` if a bit of it is not as it was written."""
+    tensors, about = read_tensors(path)
     try:
-        data = path.read_bytes()
-    except OSError as problem:
-        raise CheckpointError(f"{path.name} cannot be read: {problem.strerror}") from problem
-    header, newline, payload = data.partition(b"\n")
-    if not newline or not header.startswith(MAGIC):
-        raise CheckpointError(f"{path.name} is not a checkpoint of gdeq, or its start is lost")
-    if hashlib.sha256(payload).hexdigest().encode() != header[len(MAGIC) :]:
-        raise CheckpointError(f"{path.name} is damaged or cut short")
-    # weights_only: a checkpoint from anywhere can hold data, never code that runs.
-    try:
-        state: Any = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
-    except Exception as problem:  # torch.load raises many kinds; none may end a resume
-        raise CheckpointError(
-            f"{path.name} holds something else than data and was refused: "
-            + str(problem).strip().split("\n")[0]
-        ) from problem
-    if not isinstance(state, dict):
+        state = _with_tensors(about["state"], tensors)
+    except (LookupError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"{path.name} holds no state of a training") from problem
+    if not isinstance(state, dict) or "step" not in state:
         raise CheckpointError(f"{path.name} holds no state of a training")
     return state
 
@@ -96,7 +74,7 @@ def latest(run: Path, tell: Callable[[str], None] = print) -> dict[str, Any]:
     found = available(run)
     if not found:
         raise CheckpointError(f"{run} holds no checkpoint to resume from; start it anew")
-    problems = []
+    problems: list[str] = []
     for path in found:
         try:
             state = read(path)
@@ -124,9 +102,8 @@ def set_aside(run: Path, newer_than: int) -> list[Path]:
         try:
             read(path)
         except CheckpointError:
-            place = path.with_name(path.name + ".damaged")
             with contextlib.suppress(OSError):
-                renamed.append(path.replace(place))
+                renamed.append(path.replace(path.with_name(path.name + ".damaged")))
     return renamed
 
 
@@ -134,11 +111,83 @@ def _name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable, where the system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+# -- tensors, and what is said about them ----------------------------------------------------------
+
+
+def pack(tensors: Mapping[str, Tensor], about: Any) -> bytes:
+    """A safetensors file with its own checksum."""
+    plain = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    # One entry: several would come in any order.
+    data = dump(plain, {"gdeq": json.dumps({"sha256": ZEROS.decode(), "about": about})})
+    at = data.index(SUM) + len(SUM)
+    return data[:at] + hashlib.sha256(data).hexdigest().encode() + data[at + len(ZEROS) :]
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of a file that `pack` made, and what was said about them."""
+    try:
+        data = path.read_bytes()
+    except OSError as problem:
+        raise CheckpointError(f"{path.name} cannot be read: {problem.strerror}") from problem
+    head = 8 + int.from_bytes(data[:8], "little")
+    at = data.find(SUM, 0, head) + len(SUM)
+    if at < len(SUM):
+        raise CheckpointError(f"{path.name} is not a file of gdeq, or its start is lost")
+    rest = at + len(ZEROS)
+    found = hashlib.sha256(data[:at] + ZEROS)
+    found.update(memoryview(data)[rest:])
+    if found.hexdigest().encode() != data[at:rest]:
+        raise CheckpointError(f"{path.name} is damaged or cut short")
+    try:
+        about = json.loads(json.loads(data[8:head])["__metadata__"]["gdeq"])["about"]
+        return load(data), about
+    except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as problem:
+        raise CheckpointError(
+            f"{path.name} holds something else than data and was refused: {problem}"
+        ) from problem
+
+
+def config_in(path: Path) -> dict[str, Any] | None:
+    """The configuration of the run that made the file; None where it cannot be read."""
+    try:
+        config = read_tensors(path)[1]["config"]
+    except (CheckpointError, LookupError, TypeError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """`load_state_dict`, without numbers of another kind and such as are none."""
+    for name, own in model.state_dict().items():
+        given = tensors.get(name, own)
+        if given.dtype != own.dtype:
+            raise ValueError(f"{name} is {given.dtype}, that of the model is {own.dtype}")
+        if given.is_floating_point() and not given.isfinite().all():
+            raise ValueError(f"{name} holds numbers that are not finite")
+    model.load_state_dict(tensors)
+
+
+def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """For JSON, with the names of the tensors in their place; keys keep their type."""
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, Mapping):
+        return {"items": [[key, _without_tensors(v, tensors)] for key, v in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return [_without_tensors(v, tensors) for v in value]
+    return value
+
+
+def _with_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_with_tensors(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    return {key: _with_tensors(v, tensors) for key, v in value["items"]}

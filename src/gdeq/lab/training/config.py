@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import re
 import types
 import typing
@@ -15,11 +16,13 @@ from typing import Any, TypeVar
 
 import yaml
 
+from gdeq.lab import files
 from gdeq.lab.tasks import registry
 from gdeq.lab.training.settings import Config, ConfigError
 
 __all__ = ["Config", "ConfigError", "differences", "from_dict", "load", "replace", "to_dict"]
 
+LARGEST = 1e30  # of a number: float32 ends at 3e38
 C = TypeVar("C", bound=Config)
 MEANING = re.compile(r"^    (\w+): [^#]*?  # (.*)$", re.MULTILINE)  # the comment beside a setting
 
@@ -33,17 +36,29 @@ def load(
 
     gradients: those that the command goes through, where that is not for ``gradient.name`` to say.
     """
-    settings = _source(source)
+    return _changed(_source(source), overrides or [], gradients)
+
+
+def change(config: Config, overrides: Sequence[str]) -> Config:
+    """The same run with these ``key=value`` settings."""
+    return _changed(to_dict(config), overrides)
+
+
+def _changed(
+    settings: dict[str, Any], overrides: Sequence[str], gradients: Sequence[str] = ()
+) -> Config:
     kind = registry.find(settings.get("task", Config.task)).settings
     given: set[str] = set()
-    for text in overrides or []:
+    for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"{text!r} is not a setting; write key=value, such as epochs=5")
         try:
-            parsed = yaml.safe_load(value)
-        except yaml.YAMLError as problem:
-            raise ConfigError(f"{key.strip()}: cannot read the value {value!r}") from problem
+            parsed = files.load_yaml(value)
+        except files.FileError as problem:
+            raise ConfigError(
+                f"{key.strip()}: cannot read the value {value[:80]!r}, it {problem}"
+            ) from problem
         given |= _put(kind, settings, key.strip(), parsed)
     config = from_dict(settings)
     _check_read(config, given, gradients)
@@ -96,18 +111,20 @@ def _source(source: str) -> dict[str, Any]:
         task = registry.find(source)
         first = dict(next(iter(task.presets.values()), {}))
         return {**yaml.safe_load(yaml.safe_dump(first)), "task": task.name}
-    if path.suffix in (".yaml", ".yml") or path.exists():
-        try:
-            settings = yaml.safe_load(path.read_text())
-        except OSError as problem:
-            raise ConfigError(f"cannot read {source}: {problem.strerror}") from problem
-        except (yaml.YAMLError, UnicodeDecodeError) as problem:
-            raise ConfigError(f"{source} is not valid YAML: {problem}") from problem
-        if settings is None:
-            settings = {}
-        if not isinstance(settings, dict):
-            raise ConfigError(f"{source} must hold settings, one 'key: value' a line")
-        return settings
+    try:
+        if path.suffix in (".yaml", ".yml") or path.exists():
+            settings = files.load_yaml(files.read(path, files.TEXT))
+            if not isinstance(settings, dict):
+                raise ConfigError(f"{source} must hold settings, one 'key: value' a line")
+            return settings
+    except (OSError, ValueError) as problem:
+        if isinstance(problem, ConfigError):
+            raise
+        told = getattr(problem, "strerror", None) or problem
+        raise ConfigError(f"cannot read {source}: {told}") from problem
+    except files.FileError as problem:
+        said = str(problem)
+        raise ConfigError(said if source in said else f"{source} {said}") from problem
     near = difflib.get_close_matches(source, list(presets), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
@@ -170,21 +187,16 @@ def _unknown(kind: type, key: str) -> ConfigError:
 def _hint(known: list[str], key: str) -> str:
     """The nearest setting or section; where the section is clear alone, what it has."""
     section, dot, last = key.partition(".")
-    sections = list(dict.fromkeys(k.partition(".")[0] for k in known if "." in k))
-    near: list[str] = []
-    if not dot:
-        last = section
-        words = [*sections, *(k for k in known if "." not in k)]
-        near = difflib.get_close_matches(key, words, n=1)
-    elif right := difflib.get_close_matches(section, sections, n=1):
-        inner = [k.partition(".")[2] for k in known if k.startswith(f"{right[0]}.")]
-        near = [f"{right[0]}.{k}" for k in difflib.get_close_matches(last, inner, n=1, cutoff=0.5)]
-        if not near and right[0] == section:
-            return f"; {section} has {', '.join(inner)}"
-        near = near or right
-    # The last part alone is what people remember.
-    near = near or [k for k in known if k.rpartition(".")[2] == last]
-    near = near or difflib.get_close_matches(key, known, n=1)
+    inner = [k for k in known if dot and k.startswith(f"{section}.")]
+    if inner:
+        near = difflib.get_close_matches(key, inner, n=1, cutoff=0.8)
+        if not near:
+            return f"; {section} has {', '.join(k.partition('.')[2] for k in inner)}"
+    else:
+        sections = list(dict.fromkeys(k.partition(".")[0] for k in known))
+        # The last part alone is what people remember.
+        near = [k for k in known if k.rpartition(".")[2] == (last or section)]
+        near = near or difflib.get_close_matches(key, [*sections, *known], n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -277,9 +289,13 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
         return None
     if float in kinds and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
-            return float(value)  # YAML reads 1e-3 as text
+            number = float(value)  # YAML reads 1e-3 as text
         except ValueError:
-            pass
+            number = None
+        if number is not None:
+            if LARGEST < abs(number) < math.inf:
+                raise ConfigError(f"{key} must be at most {LARGEST:g}, got {value!r}")
+            return number
     if any(isinstance(value, k) for k in kinds) and not (
         isinstance(value, bool) and bool not in kinds
     ):

@@ -6,10 +6,11 @@ import errno
 import math
 from pathlib import Path
 
+from gdeq.lab.files import LabError
 from gdeq.lab.training import checkpoint
 
 
-class TrainingError(RuntimeError):
+class TrainingError(LabError):
     """The training cannot go on; the last good checkpoint is intact."""
 
 

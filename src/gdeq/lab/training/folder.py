@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -16,15 +17,18 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors.torch import save as to_safetensors
 
 from gdeq import __version__
+from gdeq.lab import files
+from gdeq.lab.files import LabError
 from gdeq.lab.tasks import registry
+from gdeq.lab.tasks.task import Metric
+from gdeq.lab.training import checkpoint
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.settings import Config
 
 
-class RunError(RuntimeError):
+class RunError(LabError):
     """The run folder is not what it should be."""
 
 
@@ -36,7 +40,7 @@ class RunFolder:
         self.metrics_path = path / "metrics.jsonl"
 
     @staticmethod
-    def check_free(path: Path, option: str = "--run") -> None:
+    def check_free(path: Path, option: str = "--out") -> None:
         """Raise if no run can begin there; writes nothing.
 
         option: with which the user would choose another place.
@@ -81,30 +85,66 @@ class RunFolder:
             raise RunError(f"{path} does not exist")
         if not path.is_dir():
             raise RunError(f"{path} is a file, not a run folder")
-        if not (path / "config.yaml").is_file():
+        if not (path / "config.yaml").is_file() and not checkpoint.available(path):
             raise RunError(f"{path} is not a run folder: it holds no config.yaml")
         return cls(path)
 
     def config(self) -> Config:
-        return configs.load(str(self.path / "config.yaml"))
+        """What its checkpoints, or else its weights, were made with.
+
+        config.yaml is a copy of that for people; it counts alone while there is nothing else.
+        """
+        for place in (*checkpoint.available(self.path), self.path / "weights.safetensors"):
+            kept = checkpoint.config_in(place)
+            if kept is not None:
+                return configs.from_dict(kept)
+        found = self._readable()
+        if isinstance(found, str):
+            raise RunError(
+                f"{self.path / 'config.yaml'} {found}, and there is no checkpoint to restore it "
+                "from: start the run anew in another folder"
+            )
+        return found
+
+    def restore_config(self, config: Config, tell: Callable[[str], None]) -> None:
+        """Put config.yaml right where it does not say what the run is made with."""
+        found = self._readable()
+        if found == config:
+            return
+        said = found if isinstance(found, str) else "says something else"
+        if not isinstance(found, str):
+            said += f" ({', '.join(configs.differences(config, found))})"
+        tell(
+            f"warning: config.yaml {said}; it was restored from the checkpoint.  To change a "
+            f"setting, write `gdeq train --resume {self.path} key=value`"
+        )
+        self.write_config(config)
+
+    def _readable(self) -> Config | str:
+        """The configuration in config.yaml, or what is wrong with it."""
+        try:
+            settings = files.load_yaml(files.read(self.path / "config.yaml", files.TEXT))
+            if not isinstance(settings, dict) or not settings:
+                return "is empty or cut short"
+            config = configs.from_dict(settings)
+        except (OSError, LabError) as problem:
+            missing = isinstance(problem, FileNotFoundError)
+            return "is missing" if missing else f"cannot be used ({problem})"
+        return config if configs.to_dict(config) == settings else "is not complete"
 
     def write_config(self, config: Config) -> None:
         self.write("config.yaml", yaml.safe_dump(configs.to_dict(config), sort_keys=False))
 
     def write(self, name: str, text: str) -> None:
-        place = self.path / name
-        half = place.with_name(place.name + ".part")
-        half.write_text(text)
-        half.replace(place)
+        files.write(self.path / name, text)
 
-    def write_weights(self, name: str, state: dict[str, torch.Tensor]) -> None:
+    def write_weights(
+        self, name: str, state: dict[str, torch.Tensor], about: dict[str, Any] | None = None
+    ) -> None:
         """In a form that any program reads and no code hides in."""
-        tensors = {key: value.detach().cpu().contiguous() for key, value in state.items()}
-        place = self.path / name
-        place.parent.mkdir(exist_ok=True)
-        half = place.with_name(place.name + ".part")
-        half.write_bytes(to_safetensors(tensors))
-        half.replace(place)
+        if "/" in name:
+            files.subfolder(self.path, name.partition("/")[0])
+        files.write(self.path / name, checkpoint.pack(state, about))
 
     def append(self, record: dict[str, Any]) -> None:
         """One metrics line.  NaN has no place in JSON and becomes null."""
@@ -112,26 +152,33 @@ class RunFolder:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        with self.metrics_path.open("a") as file:
-            file.write(json.dumps(clean) + "\n")
+        files.append(self.metrics_path, json.dumps(clean) + "\n")
 
     def sync(self) -> None:
         """What a checkpoint counts on must be on the disk before it."""
         if self.metrics_path.exists():
             with self.metrics_path.open("rb") as file:
-                os.fsync(file.fileno())
+                files.sync(file.fileno())
 
     def size(self) -> int:
         """Bytes of metrics so far; a checkpoint remembers it."""
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
 
-    def cut(self, size: int) -> None:
-        """Forget the metrics that came after a checkpoint: they will be made again."""
-        if self.size() > size:  # truncate would fill a shorter file up with zeros
-            os.truncate(self.metrics_path, size)
+    def cut(self, size: int, tell: Callable[[str], None] = print) -> None:
+        """Forget the metrics that came after a checkpoint: they will be made again.
 
-    def metrics(self) -> list[dict[str, Any]]:
-        return read_metrics(self.metrics_path)
+        A line that was torn is set aside; the lines before it that are lost are said to be.
+        """
+        before = self.size()
+        torn = files.cut(self.metrics_path, size)
+        if torn:
+            files.append(self.path / "metrics.torn", torn.decode(errors="replace") + "\n")
+            tell("warning: the last line of metrics.jsonl was torn; it is now in metrics.torn")
+        if before < size:
+            tell(
+                f"warning: metrics.jsonl had {before} of the {size} bytes that were written before "
+                "the checkpoint: its curves have a gap, the summary does not depend on it"
+            )
 
     def finished(self, epochs: int) -> dict[str, Any] | None:
         """The summary of a run that came to the end of so many epochs; None of one that did not."""
@@ -140,20 +187,28 @@ class RunFolder:
         try:
             summary = json.loads((self.path / "summary.json").read_text())
             # Of a run that was lengthened the summary is the old one until the new end.
-            whole = summary["epochs"] >= epochs and "metric" in summary
-        except (OSError, ValueError, LookupError, TypeError):
+            whole = summary["epochs"] >= epochs and bool(self.tested(summary))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None
         return summary if whole else None
 
+    @staticmethod
+    def tested(summary: dict[str, Any]) -> str:
+        """Its metric: ``accuracy 97.50 %``."""
+        metric = Metric(**summary["metric"])
+        return metric.text(summary[f"test_{metric.name}"])
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; a last line that was cut off is passed over."""
+    """All whole lines; those that are damaged or cut off are passed over."""
     records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            records.append(record)
     return records
 
 

@@ -1,4 +1,4 @@
-"""One process at a time trains in a run folder."""
+"""One process at a time trains in a run folder, and the folder stays where it is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import platform
 from pathlib import Path
 from typing import IO
+
+from gdeq.lab import files
 
 try:
     import fcntl
@@ -27,18 +29,18 @@ class RunLock:
         """Who holds it, if another does.  Where a file system has no locks, nobody ever does."""
         if self.file is not None or fcntl is None:
             return None
-        file = None
         try:
-            file = (run / "lock").open("a+")
+            handle = files.open_file(run / "lock", os.O_RDWR | os.O_CREAT)
+        except OSError:
+            return None
+        file = os.fdopen(handle, "r+", errors="replace")
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            assert file is not None
             with file:
-                file.seek(0)
-                return file.read().strip() or "unknown"
+                return file.read(200).strip() or "unknown"
         except OSError:
-            if file is not None:
-                file.close()
+            file.close()
             return None
         self.file = file
         with contextlib.suppress(OSError):  # a full disk; whose lock it is, is only told
@@ -46,6 +48,15 @@ class RunLock:
             file.write(f"{os.getpid()} on {platform.node()}")
             file.flush()
         return None
+
+    def lost(self, run: Path) -> bool:
+        """Whether the folder that was locked is no longer there, or another one is."""
+        if self.file is None:
+            return not run.is_dir()
+        try:
+            return not os.path.samestat(os.fstat(self.file.fileno()), (run / "lock").lstat())
+        except OSError:
+            return True
 
     def release(self) -> None:
         if self.file is not None:

@@ -16,28 +16,29 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gdeq import DEQ, Unrolled, hold, residual_penalty
+from gdeq.lab.files import LabError
 from gdeq.lab.tasks import registry
 from gdeq.lab.tasks.task import Task
 from gdeq.lab.training import checkpoint
 from gdeq.lab.training.adapting import Controller, beginning, exhausted
-from gdeq.lab.training.averaging import averaged
-from gdeq.lab.training.config import Config, ConfigError
+from gdeq.lab.training.config import Config, ConfigError, to_dict
 from gdeq.lab.training.convergence import ConvergenceWatch
-from gdeq.lab.training.failures import (
-    DivergedError,
-    TrainingError,
-    check_finite,
-    unwritten,
-)
+from gdeq.lab.training.failures import DivergedError, TrainingError, check_finite, unwritten
 from gdeq.lab.training.folder import RunError, RunFolder
 from gdeq.lab.training.lock import RunLock
 from gdeq.lab.training.metrics import Sums
-from gdeq.lab.training.optimization import build_optimizer, learning_rate, restore_moments, set_rate
+from gdeq.lab.training.optimization import (
+    averaged,
+    build_optimizer,
+    learning_rate,
+    restore_moments,
+    set_rate,
+)
 from gdeq.lab.training.precision import caution, precision
 from gdeq.lab.training.process import Process
 from gdeq.lab.training.progress import Silent
 from gdeq.lab.training.recordings import Recordings
-from gdeq.lab.training.records import Recorder, summary, unrolled_steps
+from gdeq.lab.training.records import Recorder, Story, unrolled_steps
 from gdeq.lab.training.stopping import Interrupted, StopRequest
 from gdeq.options import count
 
@@ -88,6 +89,7 @@ class Trainer:
         self.convergence = ConvergenceWatch(config)
         self.run_lock = RunLock()
         self.recorder: Recorder | None = None  # of the first process, while it trains
+        self.story = Story()
 
     def _batches(self) -> tuple[Any, Any]:
         """Of training, and of the test."""
@@ -132,6 +134,7 @@ class Trainer:
             "averaged": self.average.state_dict() if self.average else None,
             "optimizer": self.optimizer.state_dict(),
             "adapt": self.controller.state() if self.controller else None,
+            "story": self.story.state(),
             **self.process.random_state(),
             "metrics_size": self.run.size(),
         }
@@ -146,27 +149,37 @@ class Trainer:
         if self.process.first:
             for place in checkpoint.set_aside(self.run.path, newer_than=self.step):
                 self.progress.say(f"the damaged checkpoint is now {place.name}")
-            self.run.cut(metrics_size)
+            self.run.cut(metrics_size, self.progress.say)
 
     @contextlib.contextmanager
     def fitting(self) -> Iterator[None]:
         """What goes wrong inside is a checkpoint of another model."""
         try:
             yield
-        except (KeyError, RuntimeError, ValueError) as problem:
+        except LabError:
+            self.run_lock.release()
+            raise
+        except (LookupError, RuntimeError, TypeError, ValueError) as problem:
             self.run_lock.release()
             raise checkpoint.CheckpointError(
-                f"the checkpoint of {self.run.path} does not fit its config.yaml: {problem}"
+                f"the checkpoint of {self.run.path} does not fit its configuration: {problem}"
             ) from problem
 
     def take_over(self, state: dict[str, Any]) -> None:
         """What a checkpoint holds; the run folder is left alone."""
         self.step, self.seconds = state["step"], state["seconds"]
+        if self.step > self.total:
+            least = -(-self.step // len(self.train_batches))
+            raise RunError(
+                f"{self.run.path} is at step {self.step}, beyond the {self.total} steps of "
+                f"epochs={self.config.epochs}: leave that out, or give epochs={least} or more"
+            )
         self.recordings.seconds = state["recording_seconds"]
         self.sums.restore(state["sums"], self.process)
-        self.model.load_state_dict(state["model"])
+        checkpoint.load_weights(self.model, state["model"])
         if self.average is not None:
-            self.average.load_state_dict(state["averaged"])
+            checkpoint.load_weights(self.average, state["averaged"])
+        self.story.restore(state["story"])
         restore_moments(self.optimizer, state["optimizer"])
         if self.controller is not None and state["adapt"] is not None:
             self.controller.restore(state["adapt"], self.step / self.total)
@@ -179,10 +192,19 @@ class Trainer:
             check_finite(math.nan, self.step, self.run.path)
         state = self.state()
         if self.process.first:
+            self.guard()
             self.run.sync()
-            checkpoint.save(self.run.path, self.step, state)
+            checkpoint.save(self.run.path, self.step, state, to_dict(self.config))
         self.process.wait()
         self.saved_at = time.monotonic()
+
+    def guard(self) -> None:
+        """Nothing may be written to a folder that is not the one of the beginning."""
+        if self.run_lock.lost(self.run.path):
+            raise RunError(
+                f"{self.run.path} was moved or deleted while it was being trained: nothing more is "
+                "written; continue it where it is now with `gdeq train --resume`"
+            )
 
     def notes(self) -> list[str]:
         """What its settings come to, where that is not plain from them."""
@@ -229,6 +251,8 @@ class Trainer:
         self._say(caution(config, device))
         for text in self.notes():
             self._say(text)
+        if self.process.world_size > 1:  # some ways to be lost leave nobody who could say it
+            self._say(f"if a process is lost: `gdeq train --resume {self.run.path}`")
         with self.stop, precision(config, device):
             self._epochs()
         self.asked_to_stop = self.process.any(self.stop.caught is not None)
@@ -430,7 +454,9 @@ class Trainer:
             self._say(self.convergence.warning(epoch, self.step, figures["residual"], target))
 
     def _write(self, record: dict[str, Any]) -> None:
+        self.story.note(record, self.config)
         if self.recorder is not None:
+            self.guard()
             self.recorder.write(record)
 
     def _end_of_epoch(self, epoch: int) -> None:
@@ -457,9 +483,7 @@ class Trainer:
                 f"loss {test['loss']:.3f}, {self.seconds:.0f} s of training"
             )
         if self.process.first and epoch + 1 in self.config.snapshots:
-            self.run.write_weights(
-                f"snapshots/epoch-{epoch + 1:03d}.safetensors", self.evaluated.state_dict()
-            )
+            self._write_weights(f"snapshots/epoch-{epoch + 1:03d}.safetensors")
         timer = self.config.checkpoint_seconds
         late = time.monotonic() - self.saved_at >= min(max(10.0, timer / 6), timer)
         stop = self.process.any(self.stop.caught is not None)
@@ -502,15 +526,20 @@ class Trainer:
     def _finish(self) -> dict[str, Any]:
         if not self.process.first:  # the files are the first one's
             return {}
+        self.guard()
         parameters = sum(p.numel() for p in self.model.parameters())
-        told = summary(self.config, self.process, self.run.metrics(), self.task.metric) | {
+        told = self.story.summary(self.config, self.process, self.task.metric) | {
             "train_seconds": self.seconds,
             "recording_seconds": self.recordings.seconds,  # compiling too; not in train_seconds
             "parameters": parameters,
         }
-        self.run.write_weights("weights.safetensors", self.evaluated.state_dict())
+        self._write_weights("weights.safetensors")
         self.run.write("summary.json", json.dumps(told, indent=1))
         return told
+
+    def _write_weights(self, name: str) -> None:
+        about = {"config": to_dict(self.config), "choice": self._in_use() or None}
+        self.run.write_weights(name, self.evaluated.state_dict(), about)
 
 
 def measures(config: Config, step: int) -> bool:

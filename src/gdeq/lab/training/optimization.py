@@ -1,4 +1,4 @@
-"""The optimiser and its learning rate.
+"""The optimiser, its learning rate, and the averaged weights.
 
 On a GPU the rate is a tensor that a step reads where it lies, and the update is one kernel that
 asks the host nothing: such a step can be recorded once and played again.
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from gdeq.lab.training.muon import Muon, split
 from gdeq.lab.training.settings import Config, OptimizerConfig
@@ -90,3 +91,23 @@ def restore_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> 
             if isinstance(value, Tensor) and value.shape == parameter.shape:
                 # A fused update goes through the memory of both side by side.
                 kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def averaged(model: nn.Module, decay: float) -> AveragedModel:
+    """Begins with the weights after the first step, and soon counts few steps, later ``decay``.
+
+    Its update is no part of a recorded step: the number of updates is the host's.
+    """
+    kept: AveragedModel
+
+    @torch.no_grad()
+    def update(old: Any, new: Any, _many: Tensor | int) -> None:
+        many = int(kept.n_averaged)  # on the host, unlike what is passed here
+        if old[0].is_floating_point():
+            torch._foreach_lerp_(old, new, 1 - min(decay, (1 + many) / (10 + many)))
+        else:  # counters, such as the batches that a batch norm has seen, have no average
+            torch._foreach_copy_(old, new)
+
+    kept = AveragedModel(model, multi_avg_fn=update, use_buffers=True)
+    kept.module.requires_grad_(False)
+    return kept

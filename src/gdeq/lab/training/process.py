@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gdeq.lab.files import LabError
 
-class DeviceError(RuntimeError):
+
+class DeviceError(LabError):
     """The device that was asked for is not there."""
 
 
@@ -30,6 +33,14 @@ class Process:
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    def lost_another(self, problem: RuntimeError) -> bool:
+        """Whether it is the error of a message that did not come through."""
+        said = str(problem).lower()
+        signs = ("gloo", "nccl", "connection", "timed out")
+        return self.world_size > 1 and (
+            isinstance(problem, dist.DistError) or any(sign in said for sign in signs)
+        )
 
     def wait(self) -> None:
         if self.world_size > 1:
@@ -78,16 +89,21 @@ class Process:
             torch.cuda.set_rng_state(cuda_rng[self.rank].clone(), self.device)
 
 
-def start(device: str) -> Process:
-    """Join the group that `torchrun` made, if it did."""
+def start(device: str, timeout: float = 600.0) -> Process:
+    """Join the group that `torchrun` made, if it did.
+
+    timeout: seconds after which one who does not answer counts as lost.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
-    except RuntimeError as problem:
-        raise DeviceError(f"there is no device {device!r}: write cpu, cuda or cuda:0") from problem
+    except RuntimeError:
+        chosen = None
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
+        raise DeviceError(f"there is no device {device!r}: write cpu, cuda or cuda:0")
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
             raise DeviceError(
@@ -104,7 +120,8 @@ def start(device: str) -> Process:
     if world_size == 1:
         return Process(chosen)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+        backend = "nccl" if chosen.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     return Process(chosen, dist.get_rank(), world_size)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from gdeq.lab.files import shown as plain
 from gdeq.lab.tasks.task import Metric
 
 
@@ -49,7 +50,7 @@ class Lines(Silent):
         self.say(f"step {done}/{self.total}  {shown(figures, self.metric)}  {left:.0f} s left")
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        print(plain(text), flush=True)
 
 
 class Bar(Silent):
@@ -76,7 +77,7 @@ class Bar(Silent):
         self.progress.update(self.task, completed=done, figures=shown(figures, self.metric))
 
     def say(self, text: str) -> None:
-        self.progress.console.print(text, highlight=False)
+        self.progress.console.print(plain(text), highlight=False, markup=False)
 
     def end(self) -> None:
         self.progress.stop()

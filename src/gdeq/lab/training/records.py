@@ -43,34 +43,51 @@ def unrolled_steps(record: dict[str, Any], config: Config) -> bool:
     return bool(first < config.pretrain_steps)
 
 
-def ms_per_step(metrics: list[dict[str, Any]], config: Config) -> float | None:
-    """The middle one of the log lines, of those without pre-training where there are any.
+class Story:
+    """What the summary tells of a run on the way; part of its checkpoints."""
 
-    None for an adaptive run: its steps differ.
-    """
-    if config.adapt.enabled:
-        return None
-    lines = [r for r in metrics if r["kind"] == "step"]
-    chosen = [r for r in lines if not unrolled_steps(r, config)] or lines
-    return statistics.median_high(r["ms"] for r in chosen) if chosen else None
+    def __init__(self) -> None:
+        self.last: dict[str, Any] = {}  # the record of the last epoch
+        self.ms: list[
+            float
+        ] = []  # of the log lines; those of pre-training while there are no others
+        self.unrolled = True
 
+    def note(self, record: dict[str, Any], config: Config) -> None:
+        if record["kind"] == "epoch":
+            self.last = record
+        elif record["kind"] == "step":
+            unrolled = unrolled_steps(record, config)
+            if self.unrolled and not unrolled:
+                self.ms, self.unrolled = [], False
+            if unrolled == self.unrolled:
+                self.ms.append(record["ms"])
 
-def summary(
-    config: Config, process: Process, metrics: list[dict[str, Any]], metric: Metric
-) -> dict[str, Any]:
-    """Of a run that has reached its last epoch."""
-    last = [r for r in metrics if r["kind"] == "epoch"][-1]
-    return {
-        f"test_{metric.name}": last[f"test_{metric.name}"],
-        "metric": asdict(metric),
-        "task": config.task,
-        "epochs": config.epochs,
-        "gradient": config.gradient.name,
-        "pretrain": config.pretrain_steps > 0,
-        "adaptive": config.adapt.enabled,
-        "seed": config.seed,
-        "ms_per_step": ms_per_step(metrics, config) or 1e3 * last["seconds"] / last["step"],
-        "device": device_name(process.device),
-        "steps": last["step"],
-        "processes": process.world_size,
-    }
+    def state(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.last, self.ms, self.unrolled = state["last"], state["ms"], state["unrolled"]
+
+    def ms_per_step(self, config: Config) -> float:
+        """The middle one of the log lines; of an adaptive run, whose steps differ, the mean."""
+        if self.ms and not config.adapt.enabled:
+            return statistics.median_high(self.ms)
+        return 1e3 * self.last["seconds"] / self.last["step"]
+
+    def summary(self, config: Config, process: Process, metric: Metric) -> dict[str, Any]:
+        """Of a run that has reached its last epoch."""
+        return {
+            f"test_{metric.name}": self.last[f"test_{metric.name}"],
+            "metric": asdict(metric),
+            "task": config.task,
+            "epochs": config.epochs,
+            "gradient": config.gradient.name,
+            "pretrain": config.pretrain_steps > 0,
+            "adaptive": config.adapt.enabled,
+            "seed": config.seed,
+            "ms_per_step": self.ms_per_step(config),
+            "device": device_name(process.device),
+            "steps": self.last["step"],
+            "processes": process.world_size,
+        }

@@ -7,22 +7,20 @@ import json
 import math
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from gdeq import Gradient, Solver
-from gdeq.lab.data import DataError
+from gdeq.lab.files import LabError
 from gdeq.lab.tasks import registry
-from gdeq.lab.tasks.task import Metric
 from gdeq.lab.training import checkpoint, process, progress
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.config import Config, ConfigError
+from gdeq.lab.training.failures import TrainingError
 from gdeq.lab.training.folder import RunError, RunFolder, device_name, read_metrics
 from gdeq.lab.training.loop import Trainer
 from gdeq.lab.training.precision import precision
@@ -32,37 +30,52 @@ from gdeq.options import count
 
 GRADIENTS = ("implicit", "jfb", "npg", "gdeq")
 MISSING, HALF, FINISHED = "missing", "half", "finished"  # the runs of a comparison
-EXPECTED = (RunError, ConfigError, process.DeviceError, DataError, checkpoint.CheckpointError)
 DEEDS = {MISSING: "train into", HALF: "go on with", FINISHED: "keep"}
 
 
-def train(
-    path: Path,
-    config: Config,
-    root: Path | None = None,
-    *,
-    more: bool = False,
-    proceed: str | None = None,
-) -> dict[str, Any]:
-    """A new run in a new folder.
-
-    more: others come after it, which a signal stops even where this one came to its end.
-    proceed: what one who stopped it is told to continue with (None: `gdeq train --resume`).
-    """
-    me = start_on(config.device)
+@contextlib.contextmanager
+def joined(config: Config, path: Path) -> Iterator[process.Process]:
+    """The group of processes while a run lasts; that one of them is lost is told in a sentence."""
+    me = start_on(config.device, timeout=config.timeout_seconds)
     try:
-        path = Path(me.agree(str(path)))
-        view = progress.choose(me.first)
-        if me.first:
-            RunFolder.check_free(path)
-        # The data set and the model come first: a run that cannot start leaves no folder behind.
-        trainer = Trainer(config, RunFolder(path), me, view, root)
-        if me.first:
-            trainer.run = RunFolder.create(path, config)
-        me.wait()
-        return _fit(trainer, more, proceed)
+        yield me
+    except RuntimeError as problem:
+        if isinstance(problem, LabError) or not me.lost_another(problem):
+            raise
+        raise TrainingError(
+            f"another process of this training was lost, or did not answer for "
+            f"{config.timeout_seconds:g} seconds (timeout_seconds).  Continue with "
+            f"`gdeq train --resume {path}`"
+        ) from problem
     finally:
         process.stop()
+
+
+@dataclass(frozen=True)
+class Manner:
+    """more: other runs come after it, which a signal stops even where this one came to its end.
+    proceed: what one who stopped it is told to continue with (None: `gdeq train --resume`).
+    """
+
+    more: bool = False
+    proceed: str | None = None
+
+    def fit(self, trainer: Trainer) -> dict[str, Any]:
+        trainer.proceed = self.proceed
+        summary = trainer.fit()
+        if self.more and trainer.asked_to_stop:
+            raise Interrupted(
+                trainer.stop.caught or signal.SIGTERM,
+                f"stopped after {trainer.run.path}, which is finished; the same command goes on "
+                "with the rest",
+            )
+        return summary
+
+
+def train(path: Path, config: Config, root: Path | None = None, **manner: Any) -> dict[str, Any]:
+    """A new run in a new folder.  manner: that of `Manner`, for all three."""
+    with joined(config, path) as me:
+        return _begin(me, path, config, root, Manner(**manner))
 
 
 def resume(
@@ -70,46 +83,100 @@ def resume(
     root: Path | None = None,
     overrides: list[str] | None = None,
     tell: Callable[[str], None] = print,
-    *,
-    more: bool = False,
-    proceed: str | None = None,
+    **manner: Any,
 ) -> dict[str, Any]:
     """Go on where the newest whole checkpoint is; from the start if there is none yet.
 
-    A run that has all its epochs is left as it is.  more, proceed: as for `train`.
+    A run that has all its epochs is left as it is.
     """
     run, config = reopen(path, overrides)
     summary = run.finished(config.epochs)
-    if summary is not None:
+    if summary is not None:  # also where its device is not
         tell(_finished(run, summary, config))
         return summary
+    with joined(config, path) as me:
+        return _continue(me, run, config, root, Manner(**manner))
+
+
+def train_or_resume(
+    path: Path,
+    config: Config,
+    root: Path | None = None,
+    tell: Callable[[str], None] = print,
+    **manner: Any,
+) -> dict[str, Any]:
+    """Begin the run, or go on with it if it is there: what a restarted job calls again."""
+    with joined(config, path) as me:
+        state = me.agree(_state(path, config) if me.first else "")
+        if state == MISSING:
+            return _begin(me, path, config, root, Manner(**manner))
+        run = RunFolder.open(path)
+        summary = run.finished(config.epochs) if state == FINISHED else None
+        if summary is None:
+            return _continue(me, run, config, root, Manner(**manner))
+        if me.first:
+            tell(_finished(run, summary, config))
+        return summary if me.first else {}
+
+
+def _begin(
+    me: process.Process, path: Path, config: Config, root: Path | None, manner: Manner
+) -> dict[str, Any]:
+    path = Path(me.agree(str(path)))
+    if me.first:
+        RunFolder.check_free(path)
+    # The data set and the model come first: a run that cannot start leaves no folder behind.
+    trainer = Trainer(config, RunFolder(path), me, progress.choose(me.first), root)
+    if me.first:
+        trainer.run = RunFolder.create(path, config)
+    me.wait()
+    return manner.fit(trainer)
+
+
+def _continue(
+    me: process.Process,
+    run: RunFolder,
+    config: Config,
+    root: Path | None,
+    manner: Manner,
+) -> dict[str, Any]:
+    path, before = run.path, run.config()
     _check_continuable(path)
-    me = start_on(config.device)
-    try:
-        view = progress.choose(me.first)
-        trainer = Trainer(config, run, me, view, root)
-        trainer.lock()  # before the newest checkpoint is read: another process may be writing one
-        if checkpoint.available(path):
-            trainer.restore(checkpoint.latest(path, view.say))
-            view.say(trainer.whereabouts())
-        else:
-            view.say("no checkpoint yet: starting from the beginning")
-            if me.first:
-                run.cut(0)
-        if me.first and config != run.config():
+    view = progress.choose(me.first)
+    trainer = Trainer(config, run, me, view, root)
+    trainer.lock()  # before the newest checkpoint is read: another process may be writing one
+    state = None
+    if checkpoint.available(path):
+        state = checkpoint.latest(path, view.say)
+        trainer.restore(state)
+        view.say(trainer.whereabouts())
+    else:
+        view.say("no checkpoint yet: starting from the beginning")
+        if me.first:
+            run.cut(0)
+    if me.first:
+        run.restore_config(before, view.say)
+        if config != before:
             view.say(_changed(run, config))
-            run.write_config(config)  # the next resume goes on with the same
-        me.wait()
-        return _fit(trainer, more, proceed)
-    finally:
-        process.stop()
+            if state is not None:  # the next resume goes on with the same
+                checkpoint.save(path, state["step"], state, configs.to_dict(config))
+            run.write_config(config)
+    me.wait()
+    return manner.fit(trainer)
 
 
 def reopen(path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, Config]:
     """A run that is there, and its configuration as it would be from now on."""
     run = RunFolder.open(path)
-    config = configs.load(str(path / "config.yaml"), overrides)
-    _check_unchanged(run.config(), config)
+    before = run.config()
+    config = configs.change(before, overrides or [])
+    for key in before.fixed:  # what the saved state depends on
+        get = attrgetter(key)
+        if get(before) != get(config):
+            raise RunError(
+                f"{key} cannot change in the middle of a run (it is {get(before)!r}): "
+                "start a new one"
+            )
     return run, config
 
 
@@ -123,27 +190,17 @@ def _check_continuable(path: Path) -> None:
 
 
 def _anew(path: Path) -> str:
-    return f"make it again with `gdeq train {path / 'config.yaml'} --run ANOTHER_FOLDER`"
+    return f"make it again with `gdeq train {path / 'config.yaml'} --out ANOTHER_FOLDER`"
 
 
-def as_trained(run: RunFolder, epoch: int | None = None) -> Config:
-    """The run's configuration; where it was adapted, with what was in use after that epoch (or the
-    last one) in place of the adapting."""
-    config = run.config()
-    if not config.adapt.enabled:
+def as_trained(config: Config, choice: dict[str, Any] | None) -> Config:
+    """Where it was adapted, with what was in use at last in place of the adapting."""
+    if not config.adapt.enabled or choice is None:
         return config
-    records = [r for r in run.metrics() if r.get("kind") == "epoch" and "max_iter" in r]
-    chosen = [r for r in records if epoch in (None, r["epoch"])]
-    if not chosen:
-        raise RunError(
-            f"{run.path} does not say which steps it was trained with"
-            f"{'' if epoch is None else f' in epoch {epoch}'}: its metrics.jsonl is not complete"
-        )
-    steps, refine = chosen[-1]["max_iter"], chosen[-1]["refine"]
-    used = {"gradient__refine": refine}
-    if not refine and not config.solver.build().keeps_inverse:
-        used = {"gradient__name": "jfb", "gradient__refine": 0}  # as `Choice.gradient`
-    return configs.replace(config, adapt__enabled=False, solver__max_iter=steps, **used)
+    used = {"gradient__refine": choice["refine"], "solver__max_iter": choice["max_iter"]}
+    if not choice["refine"] and not config.solver.build().keeps_inverse:
+        used["gradient__name"] = "jfb"  # as `Choice.gradient`
+    return configs.replace(config, adapt__enabled=False, **used)
 
 
 def trained(
@@ -155,11 +212,11 @@ def trained(
 ) -> Trainer:
     """A finished run, ready to be tested: with its last weights, or a snapshot's.
 
+    Its settings are those that the weights were made with.
     steps: of the solver at most, if not the run's own.
     """
     run = RunFolder.open(path)
-    config = as_trained(run, epoch)
-    me = start_on(device or config.device, "--device ")
+    me = start_on(device or run.config().device, "--device ")
     file = path / ("weights.safetensors" if epoch is None else snapshots(path)[epoch])
     if not file.is_file():
         if (path / "summary.json").is_file() and not checkpoint.available(path):
@@ -168,15 +225,19 @@ def trained(
             f"{path} has no {file.name}: it is not finished; continue it with "
             f"`gdeq train --resume {path}`"
         )
-    if steps is not None:
-        config = configs.replace(config, solver__max_iter=steps)
-    # What is in the file was averaged already.
+    tensors, about = checkpoint.read_tensors(file)
     alone, silent = process.Process(me.device), progress.Silent()
-    trainer = Trainer(configs.replace(config, ema=0.0), run, alone, silent, root)
     try:
-        trainer.model.load_state_dict(load_file(file))
-    except (SafetensorError, RuntimeError) as problem:
-        raise RunError(f"{file} is damaged or of another model: {problem}") from problem
+        config = as_trained(configs.from_dict(about["config"]), about["choice"])
+        if steps is not None:
+            config = configs.replace(config, solver__max_iter=steps)
+        # What is in the file was averaged already.
+        trainer = Trainer(configs.replace(config, ema=0.0), run, alone, silent, root)
+        checkpoint.load_weights(trainer.model, tensors)
+    except (LookupError, TypeError, ValueError, RuntimeError) as problem:
+        if isinstance(problem, LabError):
+            raise
+        raise RunError(f"{file} is of another model: {problem}") from problem
     trainer.model.eval()
     trainer.step = trainer.total
     return trainer
@@ -272,7 +333,8 @@ def _keep_similarity(
 def snapshots(path: Path) -> dict[int, str]:
     """Epoch → file name, of the weights kept on the way."""
     found = sorted((path / "snapshots").glob("epoch-*.safetensors"))
-    return {int(file.stem.split("-")[1]): f"snapshots/{file.name}" for file in found}
+    numbers = {file.stem.removeprefix("epoch-"): f"snapshots/{file.name}" for file in found}
+    return {int(number): name for number, name in numbers.items() if number.isdecimal()}
 
 
 def compare(
@@ -310,105 +372,70 @@ def default_pretraining(config: Config, root: Path | None) -> int:
     return max(1, config.epochs * (samples // config.batch_size) // 5)
 
 
-# -- dry runs --------------------------------------------------------------------------------------
+# -- dry runs: the checks that the command itself makes, and what it would do ---------------------
 
 
-@dataclass
-class Forecast:
-    """What a command would do, found out by the checks that the command itself makes."""
-
-    lines: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def check(self) -> Iterator[None]:
-        """A problem is noted and the next check made, so that all are told at once."""
-        try:
-            yield
-        except EXPECTED as problem:
-            if str(problem) not in self.problems:
-                self.problems.append(str(problem))
-
-    @contextlib.contextmanager
-    def trainer(self, config: Config, path: Path, root: Path | None) -> Iterator[Trainer | None]:
-        """The trainer that a run would have, if it could have one."""
-        made = None
-        me = process.Process(torch.device("cpu"))  # to see the rest where the device is missing
-        try:
-            with self.check():
-                me = start_on(config.device)
-                self.lines.append(f"device: {device_name(me.device)}")
-            with self.check():
-                made = Trainer(config, RunFolder(path), me, progress.Silent(), root)
-                train, test = (len(tensors[0]) for tensors in made.task.data)
-                self.lines += [
-                    f"data set: {train} train and {test} test {made.task.samples}",
-                    f"steps: {len(made.train_batches)} an epoch, {made.total} in all",
-                    f"parameters: {sum(p.numel() for p in made.model.parameters()):,}",
-                    *made.notes(),
-                ]
-            yield made
-        finally:
-            process.stop()
-
-    def restore(self, trainer: Trainer) -> None:
-        """Where it would go on; nothing is written."""
-        path = trainer.run.path
-        with self.check():
-            if not checkpoint.available(path):
-                _check_continuable(path)
-                self.lines.append(f"{path} has no checkpoint yet: would begin at its start")
-                return
-            state = checkpoint.latest(path, self.lines.append)
-            with trainer.fitting():
-                trainer.take_over(state)  # `restore` would go on to write in the folder
-            self.lines.append(
-                f"would go on in {path} from checkpoint step-{trainer.step:09d}.ckpt, "
-                f"at step {trainer.step} of {trainer.total}"
-            )
+def forecast_train(
+    path: Path, config: Config, root: Path | None = None, auto: bool = False
+) -> list[str]:
+    if auto and _state(path, config) != MISSING:
+        return forecast_resume(RunFolder.open(path), config, root)
+    RunFolder.check_free(path)
+    kind = "which is there and holds nothing yet" if path.exists() else "a new folder"
+    return [*_prepared(config, path, root)[1], f"would train into {path}, {kind}"]
 
 
-def forecast_train(path: Path, config: Config, root: Path | None = None) -> Forecast:
-    told = Forecast()
-    with told.trainer(config, path, root), told.check():
-        RunFolder.check_free(path)
-        kind = "which is there and holds nothing yet" if path.exists() else "a new folder"
-        told.lines.append(f"would train into {path}, {kind}")
-    return told
-
-
-def forecast_resume(run: RunFolder, config: Config, root: Path | None = None) -> Forecast:
-    told = Forecast()
+def forecast_resume(run: RunFolder, config: Config, root: Path | None = None) -> list[str]:
     summary = run.finished(config.epochs)
     if summary is not None:
-        told.lines.append(_finished(run, summary, config))
-        return told
-    if config != run.config():
-        told.lines.append(_changed(run, config))
-    with told.trainer(config, run.path, root) as trainer:
-        if trainer is not None:
-            told.restore(trainer)
-    return told
+        return [_finished(run, summary, config)]
+    changed = [_changed(run, config)] if config != run.config() else []
+    trainer, lines = _prepared(config, run.path, root)
+    return [*changed, *lines, *_restored(trainer)]
 
 
 def forecast_compare(
-    folder: Path, config: Config, pretraining: bool, seeds: int = 1, root: Path | None = None
-) -> Forecast:
-    told = Forecast()
-    with told.trainer(config, folder, root) as trainer:
-        steps = config.pretrain_steps if pretraining else 0
-        if pretraining and not steps and trainer is not None:
-            steps = max(1, trainer.total // 5)
-        known = steps > 0 or not pretraining
-        for path, wanted in _table(folder, config, steps or int(pretraining), seeds).items():
-            with told.check():
-                # Without the data set the settings of the pre-trained runs are not known.
-                state = _state(path, wanted if known else None)
-                told.lines.append(f"{state}: would {DEEDS[state]} {path}")
-                if state == HALF and trainer is not None and known:
-                    me, silent = trainer.process, progress.Silent()
-                    told.restore(Trainer(wanted, RunFolder(path), me, silent, root))
-    return told
+    folder: Path, config: Config, pretrain_steps: int, seeds: int = 1, root: Path | None = None
+) -> list[str]:
+    lines = _prepared(config, folder, root)[1]
+    for path, wanted in _table(folder, config, pretrain_steps, seeds).items():
+        state = _state(path, wanted)
+        lines.append(f"{state}: would {DEEDS[state]} {path}")
+        if state == HALF:
+            lines += _restored(_prepared(wanted, path, root)[0])
+    return lines
+
+
+def _prepared(config: Config, path: Path, root: Path | None) -> tuple[Trainer, list[str]]:
+    """The trainer that a run would have, and what there is to say of it."""
+    try:
+        me = start_on(config.device)
+        made = Trainer(config, RunFolder(path), me, progress.Silent(), root)
+    finally:
+        process.stop()
+    train, test = (len(tensors[0]) for tensors in made.task.data)
+    return made, [
+        f"device: {device_name(me.device)}",
+        f"data set: {train} train and {test} test {made.task.samples}",
+        f"steps: {len(made.train_batches)} an epoch, {made.total} in all",
+        f"parameters: {sum(p.numel() for p in made.model.parameters()):,}",
+        *made.notes(),
+    ]
+
+
+def _restored(trainer: Trainer) -> list[str]:
+    """Where it would go on; nothing is written."""
+    path = trainer.run.path
+    lines: list[str] = []
+    if not checkpoint.available(path):
+        _check_continuable(path)
+        return [f"{path} has no checkpoint yet: would begin at its start"]
+    state = checkpoint.latest(path, lines.append)
+    with trainer.fitting():
+        trainer.take_over(state)  # `restore` would go on to write in the folder
+    at = f"at step {trainer.step} of {trainer.total}"
+    told = f"would go on in {path} from checkpoint step-{trainer.step:09d}.ckpt, {at}"
+    return [*lines, told]
 
 
 # -- what they share -------------------------------------------------------------------------------
@@ -427,14 +454,14 @@ def _table(folder: Path, config: Config, pretrain_steps: int, seeds: int) -> dic
     }
 
 
-def _state(path: Path, wanted: Config | None) -> str:
+def _state(path: Path, wanted: Config) -> str:
     """How far this run of a comparison is."""
-    if not (path / "config.yaml").is_file():
-        RunFolder.check_free(path, "--out")
+    if not (path / "config.yaml").is_file() and not checkpoint.available(path):
+        RunFolder.check_free(path)
         return MISSING
     run = RunFolder.open(path)
     config = run.config()
-    if wanted is not None and config != wanted:
+    if config != wanted:
         raise RunError(
             f"{path} was made with other settings; choose another --out, or give it the settings "
             f"it has ({', '.join(configs.differences(config, wanted))})"
@@ -442,26 +469,8 @@ def _state(path: Path, wanted: Config | None) -> str:
     return HALF if run.finished(config.epochs) is None else FINISHED
 
 
-def _fit(trainer: Trainer, more: bool, proceed: str | None) -> dict[str, Any]:
-    trainer.proceed = proceed
-    summary = trainer.fit()
-    if more and trainer.asked_to_stop:
-        raise Interrupted(
-            trainer.stop.caught or signal.SIGTERM,
-            f"stopped after {trainer.run.path}, which is finished; the same command goes on with "
-            "the rest",
-        )
-    return summary
-
-
 def _changed(run: RunFolder, config: Config) -> str:
     return f"from here on with {', '.join(configs.differences(run.config(), config))}"
-
-
-def tested(summary: dict[str, Any]) -> str:
-    """Its metric: ``accuracy 97.50 %``."""
-    metric = Metric(**summary["metric"])
-    return metric.text(summary[f"test_{metric.name}"])
 
 
 def _finished(run: RunFolder, summary: dict[str, Any], config: Config) -> str:
@@ -469,27 +478,16 @@ def _finished(run: RunFolder, summary: dict[str, Any], config: Config) -> str:
     ignored = f"\nnot used, as no step is left: {unused}" if unused else ""
     return (
         f"{run.path} is already finished: {count(summary['epochs'], 'epoch')}, test "
-        f"{tested(summary)}; nothing is changed.  To train it for longer, raise epochs: "
+        f"{run.tested(summary)}; nothing is changed.  To train it for longer, raise epochs: "
         f"`gdeq train --resume {run.path} epochs={2 * summary['epochs']}`{ignored}"
     )
 
 
-def start_on(device: str, option: str = "device=") -> process.Process:
+def start_on(device: str, option: str = "device=", timeout: float = 600.0) -> process.Process:
     """`process.start`; where it fails, the advice is in terms of this command's own option."""
     try:
-        return process.start(device)
+        return process.start(device, timeout)
     except process.DeviceError as problem:
         said = str(problem).replace("device=", option)
         advice = f"{option}cpu"
         raise process.DeviceError(said if advice in said else f"{said}; use {advice}") from problem
-
-
-def _check_unchanged(before: Config, after: Config) -> None:
-    """What the saved state depends on must stay."""
-    for key in before.fixed:
-        get = attrgetter(key)
-        if get(before) != get(after):
-            raise RunError(
-                f"{key} cannot change in the middle of a run (it is {get(before)!r}): "
-                "start a new one"
-            )

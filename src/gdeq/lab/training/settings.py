@@ -23,10 +23,11 @@ from gdeq import (
     Unrolled,
 )
 from gdeq.fixed_point import check_pair
+from gdeq.lab.files import LabError
 from gdeq.options import check_choice, check_flag, check_integer, check_real, options
 
 
-class ConfigError(ValueError):
+class ConfigError(LabError, ValueError):
     """A setting that does not exist or does not fit."""
 
 
@@ -196,6 +197,7 @@ class Config:
     log_every: int = 10  # steps from one line of metrics to the next
     test_every: int = 1  # epochs from one test to the next; the last one is always tested
     checkpoint_seconds: float = 60.0  # from one checkpoint to the next
+    timeout_seconds: float = 600.0  # of several processes: then one that is silent counts as lost
     snapshots: tuple[int, ...] = (1, 10, 20, 50)  # epochs whose weights are kept, for similarity
     solver: SolverConfig = field(default_factory=SolverConfig)
     gradient: GradientConfig = field(default_factory=GradientConfig)
@@ -214,6 +216,7 @@ class Config:
         for name in ("residual_weight", "checkpoint_seconds"):
             check_real(self, name, 0.0)
         check_real(self, "ema", 0.0, 0.999999)
+        check_real(self, "timeout_seconds", 1.0, 1e6)
         if self.device not in ("auto", "cpu") and not str(self.device).startswith("cuda"):
             raise ValueError(f"Config.device must be auto, cpu or cuda, got {self.device!r}")
         check_choice(self, "precision", ("float32", "tf32", "bf16"))

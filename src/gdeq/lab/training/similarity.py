@@ -115,20 +115,15 @@ def similarity(
 ) -> Iterator[dict[str, Any]]:
     """One record for each method (of `METHODS`, or of those given) and mini-batch.
 
-    Compared is the gradient that each method gives with the run's solver, of the task's plain loss
-    of these samples, with the exact one at the equilibrium, solved as tightly as float32 allows.
-    Of the parameters, those at and before the equilibrium count; those after it are no matter of
-    the method.  Dropout is off and batch norm as in the test, so that all see one function.
+    Each method's gradient with the run's solver, of the task's plain loss, is compared with the
+    exact one at the equilibrium, solved as tightly as float32 allows.  Only parameters at and
+    before the equilibrium count.  Dropout is off and batch norm as in the test.
 
-    A sample whose equilibrium or adjoint is not found to ``exact_tol`` has no exact gradient: its
-    loss is in neither gradient; "solved" says how many of the "samples" are left, and how much of
-    the loss.  Those are the easier ones, and runs with other shares are not quite comparable.  So
-    there is a second comparison, "here": with the exact backward pass from where the run's solver
-    stops, which nearly all samples have ("solved_here").  It tells what the backward pass loses
-    alone, the first one what both passes do.
-
-    The spectral radius of ∂f/∂z at the equilibrium is that of the middle and of the worst solved
-    sample, the same in all records of a mini-batch.
+    A sample whose equilibrium or adjoint is not found to ``exact_tol`` is in neither gradient:
+    "solved" counts those that are left, which are the easier ones.  A second comparison, "here", is
+    with the exact backward pass from where the run's solver stops, which nearly all samples have:
+    it tells what the backward pass alone loses.  The spectral radius of ∂f/∂z is that of the middle
+    and of the worst solved sample, the same in all records of a mini-batch.
     """
     trainer.model.eval()
     for index, batch in batches.epoch(epoch):
