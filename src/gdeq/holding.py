@@ -14,6 +14,14 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 
+_open: list[nn.Module] = []  # the modules whose solves are under way, the innermost last
+
+
+def held_module() -> nn.Module | None:
+    """The module whose solve is under way, if that is known."""
+    return _open[-1] if _open else None
+
+
 class Held(nn.Module):
     """A module whose draw or derived value must stay the same during a solve.
 
@@ -48,16 +56,17 @@ def hold(cell: object) -> Iterator[None]:
     Nested: what an outer solve holds, an inner one does not renew.
     """
     owner = getattr(cell, "__self__", cell)  # of a bound method, its module
-    modules = []
-    if isinstance(owner, nn.Module):
-        modules = [m for m in owner.modules() if isinstance(m, Held)]
+    owners = [owner] if isinstance(owner, nn.Module) else []
+    modules = [m for module in owners for m in module.modules() if isinstance(m, Held)]
     for module in modules:
         if module._depth == 0:
             module._grad = torch.is_grad_enabled()
         module._depth += 1
+    _open.extend(owners)
     try:
         yield
     finally:
+        del _open[len(_open) - len(owners) :]
         for module in modules:
             module._depth -= 1
             if module._depth == 0:

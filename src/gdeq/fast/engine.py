@@ -24,6 +24,7 @@ from gdeq.engine import (
     wants_secants,
 )
 from gdeq.fast import product
+from gdeq.fast.half_weights import HalfWeights
 from gdeq.fast.kernels import available, inverse, jfb, lengths, refinement
 from gdeq.fast.kernels.device import MOST_SAMPLES
 from gdeq.fast.kernels.sweep import Sweep
@@ -31,6 +32,7 @@ from gdeq.fast.layout import FastSpace, PartsMap
 from gdeq.fast.maps import FastMap
 from gdeq.fast.product import ProductInverse, Settled, Start
 from gdeq.gradients import GDEQ, JFB, Gradient
+from gdeq.holding import held_module
 from gdeq.ledger import judged_sizes
 from gdeq.looking import host_may_look
 from gdeq.loop import Iterates
@@ -116,9 +118,12 @@ class FastEngine(Reference):
             last = Evaluation(f, Link(gradient, self))
         inverts = last is None or last.link.gradient.needs.inverse
         sweep: Any = self.sweep(start, inverts=inverts)
+        plain = not isinstance(f.f, FastMap)  # it calls its modules
+        weights = HalfWeights(held_module() if plain else None, f.autocast_dtype)
 
         def evaluate(g: PartsMap = f) -> Tensor:  # -> (batch·d,)
-            return g.on_parts(sweep.parts) if in_parts else g(sweep.z).reshape(-1)
+            with weights.used():
+                return g.on_parts(sweep.parts) if in_parts else g(sweep.z).reshape(-1)
 
         def with_graph() -> Tensor:  # -> (batch·d,)
             assert last is not None
