@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-
 _open: list[nn.Module] = []  # the modules whose solves are under way, the innermost last
 
 

@@ -518,7 +518,9 @@ def test_an_iterate_is_two_kernels_and_the_end_is_one(monkeypatch, tol, sizes, k
 def test_no_step_is_made_that_nobody_takes(tol, monkeypatch):
     problem, steps = Dense(batch=2, radius=0.5).to(DEVICE), []
     move = fused.Sweep._make_room
-    monkeypatch.setattr(fused.Sweep, "_make_room", lambda *args, **k: steps.append(move(*args, **k)))
+    monkeypatch.setattr(
+        fused.Sweep, "_make_room", lambda *args, **k: steps.append(move(*args, **k))
+    )
     with use("fast"):
         gdeq.solve(problem, problem.z0, Anderson(3, tol))
         assert len(steps) == 3

@@ -236,7 +236,7 @@ def _refined(
     found: Found,
     known: ProductInverse | None,
 ) -> Adjoint:
-    """`gdeq.refinement.refine` in kernels, in units of about ‖v‖; without an inverse, from w = v."""
+    """`gdeq.refinement.refine` in kernels, in units of about ‖v‖; with no inverse from w = v."""
     space = found.space
     size = engine.norm(v, space)
     unit = power_of_two(size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,7 +101,8 @@ class BlockEnd(Operation):
         dtype: torch.dtype,
     ) -> Tensor:
         """In float32 at least, with this group norm."""
-        branch, mask, injection, z = (None if x is None else at_least_float32(x) for x in maps)
+        wide: list[Any] = [None if x is None else at_least_float32(x) for x in maps]
+        branch, mask, injection, z = wide
         if mask is not None:
             branch = branch * mask[:, :, None, None].to(branch.dtype)
         if injection is not None:
