@@ -29,10 +29,15 @@ settings.load_profile("gdeq")
 
 
 def pytest_collection_modifyitems(items):
-    """Marks the variants on a GPU, so that ``pytest -m gpu`` runs just these."""
+    """Marks what runs on a GPU, so that ``pytest -m gpu`` runs just that.
+
+    Tests of `gdeq.fast` without a ``device`` run on the GPU where there is one.
+    """
+    there = torch.cuda.is_available()
     for item in items:
         given = item.callspec.params if hasattr(item, "callspec") else {}
-        if given.get("device") == "cuda":
+        default = "cuda" if there and "fast" in item.path.parts else "cpu"
+        if given.get("device", default) == "cuda":
             item.add_marker(pytest.mark.gpu)
 
 

@@ -24,13 +24,20 @@ class _Open(threading.local):
 class _Hold:
     """What is kept while one `hold` is open; modules: of whom (None: of all)."""
 
-    def __init__(self, modules: frozenset[nn.Module] | None) -> None:
-        self.modules = modules
+    def __init__(
+        self, modules: frozenset[nn.Module] | None, owner: nn.Module | None = None
+    ) -> None:
+        self.modules, self.owner = modules, owner
         self.grad = torch.is_grad_enabled()
         self.values: dict[nn.Module, tuple[Any, bool]] = {}  # and whether made with autograd
 
 
 _open = _Open()
+
+
+def held_module() -> nn.Module | None:
+    """The module whose solve is under way in this thread, if that is known."""
+    return _open.holds[-1].owner if _open.holds else None
 
 
 class Held(nn.Module):
@@ -63,11 +70,26 @@ def hold(cell: object = None) -> Iterator[None]:
     holds, an inner one does not renew.  Other threads are not affected.
     """
     owner = getattr(cell, "__self__", cell)  # of a bound method, its module
-    modules = None
     if isinstance(owner, nn.Module):
-        modules = frozenset(m for m in owner.modules() if isinstance(m, Held))
+        held = frozenset(m for m in owner.modules() if isinstance(m, Held))
+        opened = _Hold(held, owner)
+    else:
+        opened = _Hold(None)
+    with _opened(opened):
+        yield
+
+
+@contextlib.contextmanager
+def hold_all(cell: object) -> Iterator[None]:
+    """`hold` for every module that the solve of ``cell`` uses, its own or not."""
+    with _opened(_Hold(None, cell if isinstance(cell, nn.Module) else None)):
+        yield
+
+
+@contextlib.contextmanager
+def _opened(new: _Hold) -> Iterator[None]:
     before = _open.holds
-    _open.holds = (*before, _Hold(modules))
+    _open.holds = (*before, new)
     try:
         yield
     finally:

@@ -24,7 +24,7 @@ from gdeq.checks import (
 )
 from gdeq.fixed_point import check_pair, find, find_all
 from gdeq.gradients import DEFAULT, JFB, Gradient
-from gdeq.holding import hold
+from gdeq.holding import hold_all
 from gdeq.options import describe
 from gdeq.solution import Solution, Status
 from gdeq.solvers.base import Solver, check_solver
@@ -145,12 +145,13 @@ class DEQ(nn.Module):
         """The states after these solver steps and, last, the fixed point (`gdeq.trajectory`)."""
         self.solution = None
         z0 = self._initial_state(*inputs, **options) if z0 is None else z0
-        with hold(self.cell):
-            f = lambda z: self.cell(z, *inputs, **options)  # noqa: E731
-            states, solution = find_all(f, z0, self.solver, self.gradient, at)
-        if not is_traced():
-            self.solution = replace(solution, z=copied(solution.z))
-        return states
+        f, z0, solver, gradient = self._prepared(
+            lambda z: self.cell(z, *inputs, **options), z0, None, None
+        )
+        with hold_all(self.cell):
+            states, solution = find_all(f, z0, solver, gradient, at)
+        self._keep(replace(solution, z=copied(solution.z)))
+        return states if self.batched else [_only_one(z) for z in states]
 
     def equilibrium(self, f: Callable[[State], State], z0: State) -> State:
         """The fixed point of ``f`` from ``z0`` by this layer's solver and gradient.
@@ -169,6 +170,29 @@ class DEQ(nn.Module):
         gradient: Gradient | None = None,
         examine: bool = False,
     ) -> State:
+        f, z0, solver, gradient = self._prepared(f, z0, solver, gradient)
+        with hold_all(self.cell):
+            z, solution = find(f, z0, solver, gradient)
+            # Unrolled from z0, a new mask at each step is no harm.
+            if solver is not None and solution is not None:
+                leaves = pytree.tree_leaves(solution.z)
+                if values_are_there(leaves):
+                    self._look_at_convergence(solution, solver)
+                    if examine:
+                        self._examine(f, solution.z, leaves, solver.tol)
+        if solution.z is z:  # it must stay what it is when the caller changes the output in place
+            solution = replace(solution, z=copied(z))
+        self._keep(solution)
+        return z if self.batched else _only_one(z)
+
+    def _prepared(
+        self,
+        f: Callable[[State], State],
+        z0: State,
+        solver: Solver | None,
+        gradient: Gradient | None,
+    ) -> tuple[Callable[[State], State], State, Solver | None, Gradient]:
+        """The map, start, solver and gradient of one solve."""
         if not self.batched:
             of_one, z0 = f, _batch_of_one(z0)
             f = lambda z: _batch_of_one(of_one(_only_one(z)))  # noqa: E731
@@ -183,24 +207,15 @@ class DEQ(nn.Module):
         if solver is not None and solver is self._default:
             precision = StateMap(StateSpace(z0), f).precision
             solver = replace(solver, tol=max(solver.tol, precision))
-        with hold():
-            z, solution = find(f, z0, solver, gradient)
-            # Unrolled from z0, a new mask at each step is no harm.
-            if solver is not None and solution is not None:
-                leaves = pytree.tree_leaves(solution.z)
-                if values_are_there(leaves):
-                    self._look_at_convergence(solution, solver)
-                    if examine:
-                        self._examine(f, solution.z, leaves, solver.tol)
-        out = z if self.batched else _only_one(z)
-        if is_traced():  # a record would outlive what its tensors stand for
-            return out
-        if solution.z is z:  # it must stay what it is when the caller changes the output in place
-            solution = replace(solution, z=copied(z))
+        return f, z0, solver, gradient
+
+    def _keep(self, solution: Solution) -> None:
+        """Make it the record of this call."""
+        if is_traced():  # it would outlive what its tensors stand for
+            return
         if not self.batched:
             solution = replace(solution, z=_only_one(solution.z), batched=False)
         self.solution = solution
-        return out
 
     def _initial_state(self, *inputs: Any, **options: Any) -> State:
         """Where a solve starts without ``z0``."""

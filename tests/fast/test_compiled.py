@@ -40,8 +40,8 @@ def test_the_kernels_compile_for_a_gpu():
     found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr[-3000:]
     names = {line.split()[0] for line in found.stdout.splitlines() if line.startswith("_")}
-    expected = "_dots _step _settle _dots_of _weights_of _apply _look _decide _go _move _squares"
-    assert names == {*expected.split(), "_inner_products", "_combine", "_residuals"}
+    expected = "_dots _step _dots_and_step _settle _dots_of _weights_of _apply _look _decide _go"
+    assert names == {*expected.split(), "_move", "_squares"}
 
 
 def compile_only(names: list[str]) -> None:
@@ -77,7 +77,7 @@ def compile_only(names: list[str]) -> None:
 
 
 def solve(solver: gdeq.solvers.base.Solver, times: int) -> None:
-    from gdeq.fast.kernels import inverse, jfb, refinement  # noqa: PLC0415
+    from gdeq.fast.kernels import inverse, refinement  # noqa: PLC0415
     from gdeq.fast.kernels.sweep import Sweep  # noqa: PLC0415
     from gdeq.fast.layout import FastSpace  # noqa: PLC0415
     from gdeq.refinement import Refinement  # noqa: PLC0415
@@ -93,6 +93,10 @@ def solve(solver: gdeq.solvers.base.Solver, times: int) -> None:
         sweep.prepare_repetition()
         sweep.judge_next(fz)
         sweep.go_on()
+    of_one_chunk = torch.zeros(BATCH, 64)
+    small = Sweep(start_at(of_one_chunk, solver, precision=precision, given=BF16))
+    for t in range(2):
+        small.take(t, torch.zeros(BATCH * 64, dtype=BF16))
     known = sweep.settle(1).inverse
     if known is not None:
         inverse.apply(known.T, z0.to(BF16), True)
@@ -103,8 +107,8 @@ def solve(solver: gdeq.solvers.base.Solver, times: int) -> None:
     space.norms(tensors)
     with torch.no_grad():
         space.split(space.join(tensors, factor=unit), space.dtypes, unit)
-    jfb.refined(tensors, lambda u: tensors, space, unit, Refinement(times, precision))
-    jfb.residual_norms(tensors, tensors, tensors, space, unit)
+    nothing = refinement.nothing_known(z0)
+    refinement.refined(nothing, z0, z0, lambda u: z0.to(BF16), Refinement(times, precision))
 
 
 def taken_by(cubin: bytes) -> str:

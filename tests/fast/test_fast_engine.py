@@ -413,8 +413,8 @@ def test_what_is_lent_and_what_is_made_of_it(gradient, recorded, monkeypatch):
     """A recorded solve makes no inverse that nobody uses."""
     if recorded:
         nobody_looks(monkeypatch)
-    moves, move = [], fused.Sweep._move
-    monkeypatch.setattr(fused.Sweep, "_move", lambda *a, **k: moves.append(a[1]) or move(*a, **k))
+    moves, move = [], fused.Sweep._make_room
+    monkeypatch.setattr(fused.Sweep, "_make_room", lambda *a: moves.append(a[1]) or move(*a))
     x = torch.randn(2, 12, device=DEVICE).to(BF16)
     deq, results = DEQ(Cell(), Broyden(4, 0.0), gradient), []
     for lends in (False, True):

@@ -117,7 +117,7 @@ def test_running_statistics_are_those_of_the_layer(function, momentum, counted, 
         close(running.mean, plain.running_mean)
         close(running.var, plain.running_var)
     assert count is None or count == 3
-    if function is batch_norms:  # autograd is told of it
+    if function is batch_norms and momentum is not None:  # autograd is told of it
         assert running.mean._version == running.var._version == 3
 
 
@@ -164,8 +164,7 @@ def test_a_constant_channel(programs, device):
     weight, bias = affine(16, device)
     x.requires_grad_()
     y = batch_norms([BatchSource(x, weight, bias)])
-    # In float32, the mean of equal numbers is one of its neighbours.
-    close(y[:, 3:5], bias[3:5, None, None].expand(2, 2, 16, 16), 1e-2)
+    assert torch.equal(y[:, 3:5], bias[3:5, None, None].expand(2, 2, 16, 16))
     (found,) = torch.autograd.grad(y, x, torch.ones_like(y))
     assert bool(found.isfinite().all())
 
@@ -194,13 +193,6 @@ def test_pytorch_s_errors(device):
             batch_norms([BatchSource(x, *affine(own, device))])
     with pytest.raises(RuntimeError, match="running_mean"):
         batch_norms([BatchSource(x, None, None, buffers(16, device))])
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of the interpreter
-def test_huge_means(device):
-    x = channels_last(2, 16, 16, 16, device=device) * 1e15
-    x[0] += 3e19
-    assert bool(batch_norms([BatchSource(x, None, None)]).isfinite().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -276,8 +268,8 @@ def test_what_the_plain_function_takes(device):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_in_a_cuda_graph():
     device = torch.device("cuda")
-    running = buffers(14, device, torch.tensor(0, device=device), None)
-    twin = nn.BatchNorm2d(14, momentum=None).double().to(device)
+    running = buffers(14, device, torch.tensor(0, device=device))
+    twin = nn.BatchNorm2d(14).double().to(device)
     x = channels_last(8, 14, 16, 16, device=device, dtype=torch.bfloat16).requires_grad_()
 
     def run():

@@ -290,7 +290,7 @@ def test_nan_is_not_hidden(channels, groups, dtype, device):
     vectors = affine(channels, device)
     for found in (
         norm_act(x, groups, *vectors, relu=True),
-        block_end(x, None, None, torch.zeros_like(x), *vectors, *vectors, groups),
+        *block_end(x, None, None, torch.zeros_like(x), *vectors, *vectors, groups),
         fuse(torch.zeros_like(x), [Source(x, *vectors)], groups),
         fuse(None, [Source(x, None, None)] * 2, groups),
     ):

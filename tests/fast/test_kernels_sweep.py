@@ -451,8 +451,8 @@ class Watched(TorchDispatchMode):
     def __init__(self, monkeypatch):
         super().__init__()
         self.seen = []
-        for module, name in [(fused, "_dots"), (fused, "_step"), (fused, "_settle")]:
-            monkeypatch.setattr(module, name, self.kernel(getattr(module, name), name))
+        for name in ("_dots", "_step", "_dots_and_step", "_settle"):
+            monkeypatch.setattr(fused, name, self.kernel(getattr(fused, name), name))
         monkeypatch.setattr(state, "_move", self.kernel(state._move, "_move"))
 
     def kernel(self, kernel, name):
@@ -480,10 +480,14 @@ class Watched(TorchDispatchMode):
         return seen
 
 
+@pytest.mark.parametrize(
+    ("sizes", "kernels"), [([100, 50], ["_dots", "_step"]), ([60], ["_dots_and_step"])]
+)
 @pytest.mark.parametrize("tol", [0.0, 1e-3])
-def test_an_iterate_is_two_kernels_and_the_end_is_one(monkeypatch, tol):
-    z, sizes = torch.zeros(2, 150, device=DEVICE), [100, 50]
-    f = torch.linspace(0, 1, 300, device=DEVICE).bfloat16()
+def test_an_iterate_is_two_kernels_and_the_end_is_one(monkeypatch, tol, sizes, kernels):
+    """Of a sample that is one chunk, one until it is repeated."""
+    z = torch.zeros(2, sum(sizes), device=DEVICE)
+    f = torch.linspace(0, 1, z.numel(), device=DEVICE).bfloat16()
     table = fused.table(tuple(sizes), BLOCK, z.device)  # kept for ever
     fused.bounds(tuple(sizes), BLOCK, z.device)
     state.split_buffer(z, sizes, BF16)  # its table too
@@ -494,7 +498,7 @@ def test_an_iterate_is_two_kernels_and_the_end_is_one(monkeypatch, tol):
         assert made.table is table
         for t in range(2):
             made.take(t, f * t)
-            assert watched.lately() == ["mul", "_dots", "_step"]
+            assert watched.lately() == ["mul", *kernels]
         made.prepare_repetition()
         made.judge_next(f)
         made.go_on()
@@ -513,8 +517,10 @@ def test_an_iterate_is_two_kernels_and_the_end_is_one(monkeypatch, tol):
 @pytest.mark.parametrize("tol", [0.0, 1e-12])
 def test_no_step_is_made_that_nobody_takes(tol, monkeypatch):
     problem, steps = Dense(batch=2, radius=0.5).to(DEVICE), []
-    move = fused.Sweep._move
-    monkeypatch.setattr(fused.Sweep, "_move", lambda *args, **k: steps.append(move(*args, **k)))
+    move = fused.Sweep._make_room
+    monkeypatch.setattr(
+        fused.Sweep, "_make_room", lambda *args, **k: steps.append(move(*args, **k))
+    )
     with use("fast"):
         gdeq.solve(problem, problem.z0, Anderson(3, tol))
         assert len(steps) == 3

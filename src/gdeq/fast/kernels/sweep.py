@@ -301,20 +301,12 @@ def _moved(z, step, unit, SCALED: tl.constexpr, ROUNDED: tl.constexpr):
     return z
 
 
-@triton.jit(do_not_specialize=["room", "count"])
-def _step(point, store, samples, moved, moved_parts, room, count, KIND: tl.constexpr):
-    """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into ``moved``: one chunk.
-
-    That is z itself but for the FIRST step, which leaves z as it is; then z goes there also of a
-    sample that does not move.
-    """
-    chunk, b = work()
+@triton.jit
+def _step_of_chunk(
+    b, chunk, point, store, samples, moved, moved_parts, room, count, KIND: tl.constexpr
+):
+    """What `_step` makes, of one chunk."""
     goes = tl.load(samples.moves + b)
-    if KIND.WATCH:  # noqa: SIM102 (known when it is compiled)
-        if goes == DONE:
-            return
-    if KIND.COUNTED:
-        count = tl.load(samples.whole + 2 * store.batch + b)
     kind = point.z.dtype.element_ty
     d, chunks = store.d, store.chunks
     lane, row, length, in_rows, in_parts = place(
@@ -363,6 +355,40 @@ class Outcome(NamedTuple):
     at: Any  # (batch,) the iterate that is returned
     kept: Any  # (batch, places) the factors that belong to it
     of_parts: Any  # (batch, parts) residuals
+
+
+@triton.jit(do_not_specialize=["room", "count"])
+def _step(point, store, samples, moved, moved_parts, room, count, KIND: tl.constexpr):
+    """s_t = lead·g + Σ weight_j s_j into the store, and z + s_t into ``moved``: one chunk.
+
+    That is z itself but for the FIRST step, which leaves z as it is; then z goes there also of a
+    sample that does not move.
+    """
+    chunk, b = work()
+    if KIND.WATCH:  # noqa: SIM102 (known when it is compiled)
+        if tl.load(samples.moves + b) == DONE:
+            return
+    if KIND.COUNTED:
+        count = tl.load(samples.whole + 2 * store.batch + b)
+    _step_of_chunk(b, chunk, point, store, samples, moved, moved_parts, room, count, KIND)
+
+
+@triton.jit(do_not_specialize=["room", "count", "most"])
+def _dots_and_step(
+    point, store, samples, limits, moved, moved_parts, room, count, most,
+    MOVES: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Both kernels in one, for samples of a single chunk; MOVES: the step is wanted."""
+    b = tl.program_id(1).to(tl.int64)
+    if KIND.WATCH and not KIND.FIRST:  # noqa: SIM102 (known when it is compiled)
+        if tl.load(samples.whole + b) == 0:
+            return
+    _dots_of_chunk(b, 0, point, store, samples, room, count, KIND)
+    tl.debug_barrier()  # what one lane stores, others read
+    judge(b, samples, limits, store.batch, 1, count, most, KIND)
+    tl.debug_barrier()
+    if MOVES:
+        _step_of_chunk(b, 0, point, store, samples, moved, moved_parts, room, count, KIND)
 
 
 @triton.jit(do_not_specialize=["room", "most"])
@@ -588,11 +614,15 @@ class Sweep:
             room = min(2 * t, self.start.max_steps + 1)
             self.steps, self.scales = _with_room(self.steps, room), _with_room(self.scales, room)
             self.store = self._store()
+        # A last step is of use for B⁻¹ and for secants alone.
+        moves = self.inverts or self.start.keep_secants or t < self.start.max_steps
         with on_device(self.parts):
-            self._judge(t, fz, counted=False)
-            # A last step is of use for B⁻¹ and for secants alone.
-            if self.inverts or self.start.keep_secants or t < self.start.max_steps:
-                self._move(t, fz, counted=False)
+            if len(self.table) == 1:
+                self._judge_and_move(t, fz, moves)
+            else:
+                self._judge(t, fz, counted=False)
+                if moves:
+                    self._move(t, fz, counted=False)
         if not self.measured:
             return
         # An f that writes into the same memory at each call would leave no trace of the last one.
@@ -623,13 +653,27 @@ class Sweep:
             num_warps=1, **self.registers,
         )  # fmt: skip
 
-    def _move(self, t: int, fz: Tensor, counted: bool) -> None:
+    def _judge_and_move(self, t: int, fz: Tensor, moves: bool) -> None:
         point = self._point(fz)
+        if moves:
+            self._make_room(t)
+        _dots_and_step[(1, self.start.batch)](
+            point, self.store, self.samples, self.limits, self.z, self.parts,
+            self.steps.shape[1], t, self.start.max_steps, moves, self._kind_of(t, counted=False),
+            num_warps=1, **self.registers,
+        )  # fmt: skip
+
+    def _make_room(self, t: int) -> None:
+        """The first step leaves the z that it begins with."""
         if t == 0 and self.start.rounds_z:
             self.parts = torch.empty_like(self.parts)
         elif t == 0:
             self.z = torch.empty_like(self.z)
             self.parts = self.parts if self.in_parts else self.z.view(-1)
+
+    def _move(self, t: int, fz: Tensor, counted: bool) -> None:
+        point = self._point(fz)
+        self._make_room(t)
         _step[(len(self.table), self.start.batch)](
             point, self.store, self.samples, self.z, self.parts, self.steps.shape[1], t,
             self._kind_of(t, counted), num_warps=1 if self.scaled else STEP_WARPS,

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gdeq.fast.kernels.norms import Source, block_end_for, fuse, norm_act, slices
+from gdeq.fast.kernels.norms import Source, block_end, fuse, norm_act, slices
 from gdeq.fast.mdeq.convolution import convolution
 from gdeq.fast.mdeq.weights import Weights
 from gdeq.fast.streams import Serial, side_by_side
@@ -122,8 +122,7 @@ class _Evaluation:
                 expanded = self._convolved(results[0], block.expand, padding=1)
                 inner = self._normalised(expanded, block.expand_norm, relu=True)
                 reduced = self._convolved(inner, block.reduce, padding=1)
-            results = block_end_for(
-                readers if i == len(blocks) - 1 else 1,
+            results = block_end(
                 reduced,
                 self.masks.get(block.dropout),
                 injection if i == 0 else None,
@@ -132,6 +131,7 @@ class _Evaluation:
                 *norms[block.sum_norm].affine,
                 block.reduce_norm.num_groups,
                 block.reduce_norm.eps,
+                readers=readers if i == len(blocks) - 1 else 1,
             )
             z = results[0]
             self.alive.append((results, reduced))

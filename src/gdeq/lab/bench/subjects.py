@@ -31,15 +31,11 @@ class Setup:
     device: str = "cuda"
     cell: str = "mdeq"
     width: int = 0  # of the other cells: features of a token, channels of a pixel
+    step_bits: int = 8  # of a stored step in half precision; all cells end in a norm
 
     @property
     def cuda(self) -> bool:
         return self.device.startswith("cuda")
-
-    @property
-    def step_bits(self) -> int:
-        """Of a step in half precision: 8 suffice for an MDEQ, as in `gdeq train`."""
-        return 8 if self.cell == "mdeq" else 16
 
     @property
     def title(self) -> str:
@@ -122,7 +118,7 @@ class TransformerCell(nn.Module):
         )
         seen = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         h = self.first(z + x + self.merge(seen))
-        return self.second(h + self.narrow(functional.gelu(self.widen(h))))
+        return self.second(h + self.narrow(functional.gelu(self.widen(h)))).to(z.dtype)
 
 
 class ConvolutionCell(nn.Module):
@@ -137,7 +133,7 @@ class ConvolutionCell(nn.Module):
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         h = functional.relu(self.first(self.one(z)))
         h = self.second(x + self.two(h))
-        return self.third(functional.relu(z + h))
+        return self.third(functional.relu(z + h)).to(z.dtype)
 
 
 class MLPCell(nn.Module):
@@ -149,7 +145,7 @@ class MLPCell(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return self.norm(x + self.two(functional.relu(self.one(z))))
+        return self.norm(x + self.two(functional.relu(self.one(z)))).to(z.dtype)
 
 
 class Plain(nn.Module):
@@ -161,7 +157,11 @@ class Plain(nn.Module):
         self.deq = DEQ(cell, solver, gradient)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.deq(x)
+        # The state has the precision that f computes in: half the bytes between f and the solver.
+        kind, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        return self.deq(x, z0=torch.zeros_like(x, dtype=dtype))
 
 
 def build(setup: Setup, gradient: Gradient, fused: bool | str = "auto") -> Any:

@@ -29,7 +29,7 @@ from gdeq.fast.kernels.norms.affine import per_sample
 from gdeq.fast.kernels.norms.batch_norm import BatchSource, Running, batch_norms, batch_norms_plain
 from gdeq.fast.kernels.norms.fusion import Source, fuse, fuse_plain
 from gdeq.fast.kernels.norms.group_norm import norm_act, norm_act_plain
-from gdeq.fast.kernels.norms.residual import block_end, block_end_for
+from gdeq.fast.kernels.norms.residual import block_end
 from gdeq.fast.kernels.norms.slices import slices
 from gdeq.fast.kernels.norms.tensors import empty_channels_last, room_beside
 
@@ -40,7 +40,6 @@ __all__ = [
     "batch_norms",
     "batch_norms_plain",
     "block_end",
-    "block_end_for",
     "empty_channels_last",
     "fuse",
     "fuse_plain",

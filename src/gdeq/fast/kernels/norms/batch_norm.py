@@ -7,15 +7,16 @@ L = lcm(channels, 64) numbers, and a program takes 64 columns of these: whole li
 bytes for each thread, for 14 channels as well as for 64.  Column k holds the channel k mod channels
 alone, so that sums stay within columns until a second kernel joins the columns of each channel.
 
-    forward    moments   mean and Σ(x − mean)² of the columns of each program
-               joined    those of each channel (Chan, Golub, LeVeque 1979); running statistics
+    forward    moments   Σ (x − p) and Σ (x − p)² of the columns of each program
+               joined    mean and ρ of each channel; running statistics
                applied   act(Σ (x − mean) ρ w + b)
     backward   sums      Σ g and Σ g (x − mean), g = act′ dout, of the columns of each program
                joined    those of each channel; gradients of scales and shifts
                applied   dx = ρ w (g − mean(g) − x̂ mean(g x̂))
 
-The second and third kernels know how many numbers each program saw from the sizes alone.  The order
-of all sums is fixed, so the results repeat bit for bit.
+The pivot p of a channel is its first number.  (mean − p)² is about the variance then, so that the
+difference of the sums loses few digits.  The order of all sums is fixed: results repeat bit for
+bit.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ COLUMNS = 64  # of a program: 8 threads, 16 bytes of half precision each
 LANES = 16  # rows that the other threads of 4 warps take at once
 WARPS = 4
 MOST_SOURCES = 2
+JOINED = 1024  # partial sums that are read at once
 
 
 @dataclass
@@ -126,27 +128,26 @@ def batch_norms(
     """
     dtype = dtype or sources[0].x.dtype
     tensors = [t for source in sources for t in (source.x, source.weight, source.bias)]
-    buffers = [t for s in sources if s.running is not None for t in (s.running.mean, s.running.var)]
-    sizes = {source.x.shape for source in sources}
-    first = sources[0].x
-    taken = (
-        len(sources) <= MOST_SOURCES
-        and len(sizes) == 1
-        and first.numel() > first.shape[1]  # else PyTorch's error: one number has no variance
-        and runs(*tensors, *buffers)
-        and all(_is_vector(t, first.shape[1]) for t in (*tensors[1::3], *tensors[2::3]))
-        and all(_is_vector(t, len(t)) and t.is_contiguous() for t in buffers)
-        and all(len(t) <= first.shape[1] for t in buffers)
-    )
-    if not taken:
+    if not _takes(sources, tensors):
         return batch_norms_plain(sources, relu, dtype)
     if differentiates(*tensors):
         return _Differentiated.apply(sources, relu, dtype, *tensors)
     return _forward(sources, relu, dtype)[0]
 
 
-def _is_vector(x: Tensor | None, channels: int) -> bool:
-    return x is None or x.shape == (channels,)
+def _takes(sources: Sequence[BatchSource], tensors: Sequence[Vector]) -> bool:
+    first, runnings = sources[0].x, [s.running for s in sources if s.running is not None]
+    channels, buffers = first.shape[1], [t for r in runnings for t in (r.mean, r.var)]
+    return (
+        len(sources) <= MOST_SOURCES
+        and len({source.x.shape for source in sources}) == 1
+        and first.numel() > channels  # else PyTorch's error: one number has no variance
+        and runs(*tensors, *buffers)
+        and all((s.weight is None) == (s.bias is None) for s in sources)
+        and all(t is None or t.shape == (channels,) for t in (*tensors[1::3], *tensors[2::3]))
+        and all(t.dim() == 1 and t.is_contiguous() and len(t) <= channels for t in buffers)
+        and all(running.momentum is not None for running in runnings)
+    )
 
 
 class _Differentiated(torch.autograd.Function):
@@ -203,34 +204,15 @@ class _Plan:
     def launch(self, kernel: Any, like: Tensor, *arguments: Any, **options: Any) -> None:
         with on_device(like):
             kernel[(self.splits * (self.length // COLUMNS),)](
-                *arguments,
-                self.total,
-                self.channels,
-                self.tiles,
-                self.each,
-                L=self.length,
-                EVEN=self.total == self.tiles * self.height * self.length,
-                COLUMNS=COLUMNS,
-                LANES=LANES,
-                ROWS=self.height // LANES,
-                **options,
-                num_warps=WARPS,
-            )
+                *arguments, self.total, self.channels, self.tiles, self.each,
+                L=self.length, COLUMNS=COLUMNS, LANES=LANES, ROWS=self.height // LANES,
+                **options, num_warps=WARPS,
+            )  # fmt: skip
 
-    def join(self, kernel: Any, like: Tensor, *arguments: Any, **options: Any) -> None:
-        few = self.partials <= 256
+    def join(self, kernel: Any, like: Tensor, *arguments: Any) -> None:
         with on_device(like):
             kernel[(self.channels,)](
-                *arguments,
-                self.total,
-                self.channels,
-                self.length // self.channels,
-                self.each * self.height,
-                self.partials,
-                MOST=COLUMNS,
-                BLOCK=256 if few else 2048,
-                **options,
-                num_warps=2 if few else 8,
+                *arguments, self.total, self.channels, self.partials, BLOCK=JOINED, num_warps=WARPS
             )
 
 
@@ -248,43 +230,31 @@ def _flat(x: Tensor) -> Tensor:  # (batch, height, width, channels)
     return x.permute(0, 2, 3, 1).contiguous()
 
 
-def _there(vector: Vector) -> tuple[Tensor, ...]:
-    """As kernels take it."""
-    return () if vector is None else (vector.contiguous(),)
-
-
 def _forward(
     sources: Sequence[BatchSource], relu: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The result, and mean, ρ w, shift and ρ of each column of each map, (maps, 4, L)."""
+    """The result, and mean, ρ w, shift and ρ of each channel of each map, (maps, 4, channels)."""
     like = sources[0].x
-    maps = [_flat(source.x) for source in sources]
+    maps = tuple(_flat(source.x) for source in sources)
     plan = _plan(like, "moments", 1)
-    stats = like.new_empty((len(sources), 4, plan.length), dtype=torch.float32)
-    for i, source in enumerate(sources):
+    stats = like.new_empty((len(sources), 4, plan.channels), dtype=torch.float32)
+    for x, source, own in zip(maps, sources, stats, strict=True):
         running = source.running
         partials = stats.new_empty((2, plan.channels, plan.partials))
-        batches = None if running is None else running.batches
-        plan.launch(_moments_kernel, like, maps[i], partials, _there(batches))
-        momentum = 0.0 if running is None else running.momentum
+        plan.launch(_moments_kernel, like, x, partials)
+        affine = () if source.weight is None or source.bias is None else (
+            source.weight.contiguous(), source.bias.contiguous()
+        )  # fmt: skip
+        moved = () if running is None else tuple(running.tensors())
+        known, momentum = (0, 0.0) if running is None else (len(running.mean), running.momentum)
         plan.join(
-            _join_moments_kernel,
-            like,
-            partials,
-            _there(source.weight),
-            _there(source.bias),
-            () if running is None else (running.mean, running.var),
-            _there(batches if momentum is None else None),
-            0 if running is None else len(running.mean),
-            0.0 if momentum is None else float(momentum),
-            float(source.eps),
-            stats[i],
+            _join_moments_kernel, like, x, partials, affine, moved, known, momentum, source.eps, own
         )
         if running is not None:
             increment_version(running.tensors())
     out = empty_channels_last(like.shape, dtype, like.device)
     plan = _plan(like, "apply", len(sources))
-    plan.launch(_apply_kernel, like, tuple(maps), stats, out, RELU=relu)
+    plan.launch(_apply_kernel, like, maps, stats, out, RELU=relu)
     return out, stats
 
 
@@ -297,10 +267,12 @@ def _backward(
     count = len(maps)
     plan = _plan(like, "sums", count)
     partials = stats.new_empty((1 + count, plan.channels, plan.partials))
-    vectors = stats.new_empty((count, 2, plan.channels))
-    slopes = stats.new_empty((count, 2, plan.length))
+    # Of each map and channel: gradients of scale and shift, and what `_apply_backward_kernel` takes
+    vectors, slopes = stats.new_empty((2, count, 2, plan.channels))
     plan.launch(_sums_kernel, like, dout, maps, stats, partials, RELU=relu)
-    plan.join(_join_sums_kernel, like, partials, stats, vectors, slopes, TWO=count > 1)
+    for i in range(count):
+        own = partials[:1], partials[1 + i], stats[i], vectors[i], slopes[i]
+        plan.join(_join_sums_kernel, like, *own)
     found: list[Vector] = [None] * len(tensors)
     for i in range(count):
         for k in (1, 2):
@@ -318,7 +290,7 @@ def _backward(
 # ---- kernels
 
 # One kernel for all of them; `total` is one for multiples of 16 and one for the rest.
-SIZES = ("channels", "repeats", "tiles", "each", "height", "waiting", "known")
+SIZES = ("channels", "tiles", "each", "waiting", "known")
 
 
 @jit
@@ -344,32 +316,13 @@ def _tile(number, total, column, L: tl.constexpr, LANES: tl.constexpr, ROWS: tl.
 
 
 @jit
-def _rows_of(left, column, L: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr):
-    """How many of its ROWS numbers each lane and column of a tile has, of which ``left`` are left.
-
-    Not the sum of the mask in float32: compiled for an H200 (torch 2.11) that came out too large.
-    """
-    first = tl.arange(0, LANES)[:, None] * L + column[None, :]
-    rows = (tl.maximum(left - first, 0) + (LANES * L - 1)) // (LANES * L)
-    return tl.minimum(rows, ROWS).to(tl.float32)
+def _read(base, start, at, mask):
+    return tl.load(base + start + at, mask=mask, other=0.0).to(tl.float32)
 
 
 @jit
-def _read(base, start, at, mask, EVEN: tl.constexpr):
-    if EVEN:
-        x = tl.load(base + start + at)
-    else:
-        x = tl.load(base + start + at, mask=mask, other=0.0)
-    return x.to(tl.float32)
-
-
-@jit
-def _write(base, start, at, mask, value, EVEN: tl.constexpr):
-    value = value.to(base.dtype.element_ty)
-    if EVEN:
-        tl.store(base + start + at, value)
-    else:
-        tl.store(base + start + at, value, mask=mask)
+def _write(base, start, at, mask, value):
+    tl.store(base + start + at, value.to(base.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -385,114 +338,61 @@ def _partial(column, split, channels, L: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @jit
-def _columns(stats, number: tl.constexpr, column, L: tl.constexpr):
-    return tl.load(stats + number * L + column)[None, None, :]
+def _total(base, waiting, BLOCK: tl.constexpr):
+    part = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, waiting, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        part += tl.load(base + i, mask=i < waiting, other=0.0)
+    return tl.sum(part)
 
 
 @jit(do_not_specialize=SIZES)
 def _moments_kernel(
-    x, partials, batches, total, channels, tiles, each,
-    L: tl.constexpr, EVEN: tl.constexpr,
-    COLUMNS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    x, partials, total, channels, tiles, each,
+    L: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    if len(batches) > 0:  # counted here, since all programs of the next kernel may read it
-        one = tl.program_id(0) == 0
-        tl.store(batches[0], tl.load(batches[0], mask=one) + 1, mask=one)
     split, column, first, count = _work(tiles, each, L, COLUMNS)
-    mean = tl.zeros((LANES, COLUMNS), tl.float32)
-    squares = tl.zeros((LANES, COLUMNS), tl.float32)
-    seen = tl.zeros((LANES, COLUMNS), tl.float32)
+    pivot = tl.load(x + column % channels).to(tl.float32)[None, None, :]
+    one = tl.zeros((LANES, COLUMNS), tl.float32)
+    two = tl.zeros((LANES, COLUMNS), tl.float32)
     for i in range(0, count):
         start, at, mask = _tile(first + i, total, column, L, LANES, ROWS)
-        tile = _read(x, start, at, mask, EVEN)
-        if EVEN:  # the same numbers of rows in all columns
-            share = 1 / (i + 1.0)
-            before, rows = i * (ROWS * 1.0), ROWS * 1.0
-        else:
-            new = _rows_of(total - start, column, L, LANES, ROWS)
-            share, before = new / tl.maximum(seen + new, 1.0), seen
-            rows = tl.maximum(new, 1.0)
-            seen += new
-        tile_mean = tl.sum(tile, axis=0) / rows
-        off = tile - tile_mean[None, :, :]
-        if not EVEN:
-            off = tl.where(mask, off, 0.0)
-        delta = tile_mean - mean
-        squares += tl.sum(off * off, axis=0) + delta * (delta * (before * share))
-        mean += delta * share
-    if EVEN:
-        middle = tl.sum(mean, axis=0) * (1.0 / LANES)
-        seen += count * ROWS * 1.0
-    else:
-        middle = tl.sum(seen * mean, axis=0) / tl.maximum(tl.sum(seen, axis=0), 1.0)
-    off = mean - middle[None, :]
-    spread = tl.sum(squares + off * (off * seen), axis=0)
+        off = tl.where(mask, _read(x, start, at, mask) - pivot, 0.0)
+        one += tl.sum(off, axis=0)
+        two += tl.sum(off * off, axis=0)
     where, next_kind = _partial(column, split, channels, L, COLUMNS)
-    tl.store(partials + where, middle)
-    tl.store(partials + next_kind + where, spread)
-
-
-@jit
-def _counts(number, channel, total, channels, repeats, height, waiting):
-    """How many numbers went into the partial sums of these numbers; height: rows of a program."""
-    length = channels * repeats
-    left = total - (number % repeats * channels + channel)
-    rows = tl.where(left > 0, (left - 1) // length + 1, 0)
-    rows -= number // repeats * height
-    rows = tl.minimum(tl.maximum(rows, 0), height)
-    return tl.where(number < waiting, rows, 0).to(tl.float32)
-
-
-@jit
-def _repeat(vector, number: tl.constexpr, value, channel, channels, repeats, MOST: tl.constexpr):
-    """A number of a channel, in all its columns of the vector of this number."""
-    k = tl.arange(0, MOST)
-    where = vector + (number * repeats + k) * channels + channel
-    tl.store(where, value + tl.zeros((MOST,), tl.float32), mask=k < repeats)
+    tl.store(partials + where, tl.sum(one, axis=0))
+    tl.store(partials + next_kind + where, tl.sum(two, axis=0))
 
 
 @jit(do_not_specialize=SIZES)
 def _join_moments_kernel(
-    partials, weight, bias, running, batches, known, momentum, eps, stats,
-    total, channels, repeats, height, waiting,
-    MOST: tl.constexpr, BLOCK: tl.constexpr,
+    x, partials, affine, running, known, momentum, eps, stats, total, channels, waiting,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """weight, bias, running mean and variance, batches: none or one.  Of more batches, the mean."""
+    """affine: none, or scale and shift.  running: none, or mean, variance and maybe a count."""
     channel = tl.program_id(0)
-    means = partials + channel * waiting
-    spreads = means + channels * waiting
     amount = (total // channels).to(tl.float32)
-    part = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, waiting, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        n = _counts(i, channel, total, channels, repeats, height, waiting)
-        part += n * tl.load(means + i, mask=i < waiting, other=0.0)
-    mean = tl.sum(part) / amount
-    part = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, waiting, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        n = _counts(i, channel, total, channels, repeats, height, waiting)
-        off = tl.load(means + i, mask=i < waiting, other=0.0) - mean
-        spread = tl.load(spreads + i, mask=i < waiting, other=0.0)
-        part += spread + tl.where(n > 0, off * (off * n), 0.0)
-    squares = tl.sum(part)
-    rho = tl.rsqrt(squares / amount + eps)
-    factor = rho
-    if len(weight) > 0:
-        factor = rho * tl.load(weight[0] + channel).to(tl.float32)
-    shift = rho * 0.0
-    if len(bias) > 0:
-        shift = tl.load(bias[0] + channel).to(tl.float32)
-    _repeat(stats, 0, mean, channel, channels, repeats, MOST)
-    _repeat(stats, 1, factor, channel, channels, repeats, MOST)
-    _repeat(stats, 2, shift, channel, channels, repeats, MOST)
-    _repeat(stats, 3, rho, channel, channels, repeats, MOST)
+    delta = _total(partials + channel * waiting, waiting, BLOCK) / amount
+    squares = _total(partials + (channels + channel) * waiting, waiting, BLOCK) / amount
+    mean = tl.load(x + channel).to(tl.float32) + delta
+    variance = squares - delta * delta
+    variance = tl.where(variance < 0, 0.0, variance)  # NaN stays
+    rho = tl.rsqrt(variance + eps)
+    factor, shift = rho, rho * 0.0
+    if len(affine) > 0:
+        factor = rho * tl.load(affine[0] + channel).to(tl.float32)
+        shift = tl.load(affine[1] + channel).to(tl.float32)
+    tl.store(stats + channel, mean)
+    tl.store(stats + channels + channel, factor)
+    tl.store(stats + 2 * channels + channel, shift)
+    tl.store(stats + 3 * channels + channel, rho)
     if len(running) > 0:
-        share = momentum
-        if len(batches) > 0:
-            share = 1.0 / tl.load(batches[0]).to(tl.float32)
-        _move(running[0] + channel, mean, share, channel < known)
-        _move(running[1] + channel, squares / (amount - 1), share, channel < known)
+        _move(running[0] + channel, mean, momentum, channel < known)
+        _move(running[1] + channel, variance * (amount / (amount - 1)), momentum, channel < known)
+    if len(running) > 2:
+        one = channel == 0
+        tl.store(running[2], tl.load(running[2], mask=one) + 1, mask=one)
 
 
 @jit
@@ -503,136 +403,108 @@ def _move(where, value, share, mine):
 
 
 @jit
-def _norms_of(stats, column, L: tl.constexpr, TWO: tl.constexpr):
-    """Of each column: the maps' mean and ρ w, one after the other, and the sum of the shifts."""
-    norms = (_columns(stats, 0, column, L), _columns(stats, 1, column, L))
-    shift = _columns(stats, 2, column, L)
-    if TWO:
-        other = (_columns(stats, 4, column, L), _columns(stats, 5, column, L))
-        norms += other  # type: ignore[assignment]
-        shift += _columns(stats, 6, column, L)
-    return norms, shift
+def _norms_of(stats, column, channels, MAPS: tl.constexpr):
+    """Of each column: mean and ρ w of each map, and the sum of the shifts."""
+    norms, shift = (), tl.zeros_like(column).to(tl.float32)
+    for j in tl.static_range(MAPS):
+        own = stats + j * 4 * channels + column % channels
+        mean, factor = tl.load(own)[None, None, :], tl.load(own + channels)[None, None, :]
+        norms += ((mean, factor),)  # type: ignore[assignment]
+        shift += tl.load(own + 2 * channels)
+    return norms, shift[None, None, :]
 
 
 @jit
-def _offs(maps, norms, shift, start, at, mask, EVEN: tl.constexpr):
+def _offs(maps, norms, shift, start, at, mask):
     """x − mean of each map, and the sum of the norms."""
-    offs = (_read(maps[0], start, at, mask, EVEN) - norms[0],)
-    y = offs[0] * norms[1] + shift
-    if len(maps) > 1:
-        other = _read(maps[1], start, at, mask, EVEN) - norms[2]
-        offs += (other,)  # type: ignore[assignment]
-        y += other * norms[3]
+    offs, y = (), shift
+    for j in tl.static_range(len(maps)):
+        off = _read(maps[j], start, at, mask) - norms[j][0]
+        offs += (off,)  # type: ignore[assignment]
+        y = y + off * norms[j][1]
     return offs, y
 
 
 @jit(do_not_specialize=SIZES)
 def _apply_kernel(
     maps, stats, out, total, channels, tiles, each,
-    L: tl.constexpr, EVEN: tl.constexpr,
-    COLUMNS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, RELU: tl.constexpr,
+    L: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    RELU: tl.constexpr,
 ):  # fmt: skip
     _, column, first, count = _work(tiles, each, L, COLUMNS)
-    norms, shift = _norms_of(stats, column, L, len(maps) > 1)
+    norms, shift = _norms_of(stats, column, channels, len(maps))
     for i in range(0, count):
         # Backwards: what `_moments_kernel` read last is still in the cache.
         start, at, mask = _tile(first + count - 1 - i, total, column, L, LANES, ROWS)
-        _offsets, y = _offs(maps, norms, shift, start, at, mask, EVEN)
+        _offsets, y = _offs(maps, norms, shift, start, at, mask)
         if RELU:
             y = rectify(y)
-        _write(out, start, at, mask, y, EVEN)
+        _write(out, start, at, mask, y)
+
+
+@jit
+def _cotangent(dout, y, start, at, mask, RELU: tl.constexpr):
+    g = _read(dout, start, at, mask)
+    if RELU:
+        g = tl.where(y <= 0, 0.0, g)
+    return g
 
 
 @jit(do_not_specialize=SIZES)
 def _sums_kernel(
     dout, maps, stats, partials, total, channels, tiles, each,
-    L: tl.constexpr, EVEN: tl.constexpr,
-    COLUMNS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, RELU: tl.constexpr,
+    L: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    RELU: tl.constexpr,
 ):  # fmt: skip
     split, column, first, count = _work(tiles, each, L, COLUMNS)
-    norms, shift = _norms_of(stats, column, L, len(maps) > 1)
-    ones = tl.zeros((LANES, COLUMNS), tl.float32)
-    along = tl.zeros((LANES, COLUMNS), tl.float32)
-    other = tl.zeros((LANES, COLUMNS), tl.float32)
+    norms, shift = _norms_of(stats, column, channels, len(maps))
+    sums = (tl.zeros((LANES, COLUMNS), tl.float32),)
+    for _ in tl.static_range(len(maps)):
+        sums += (tl.zeros((LANES, COLUMNS), tl.float32),)  # type: ignore[assignment]
     for i in range(0, count):
         start, at, mask = _tile(first + i, total, column, L, LANES, ROWS)
-        g = _read(dout, start, at, mask, EVEN)
-        offs, y = _offs(maps, norms, shift, start, at, mask, EVEN)
-        if RELU:
-            g = tl.where(y <= 0, 0.0, g)
-        ones += tl.sum(g, axis=0)
-        along += tl.sum(g * offs[0], axis=0)
-        if len(maps) > 1:
-            other += tl.sum(g * offs[1], axis=0)
+        offs, y = _offs(maps, norms, shift, start, at, mask)
+        g = _cotangent(dout, y, start, at, mask, RELU)
+        added = (sums[0] + tl.sum(g, axis=0),)
+        for j in tl.static_range(len(maps)):
+            added += (sums[j + 1] + tl.sum(g * offs[j], axis=0),)  # type: ignore[assignment]
+        sums = added
     where, next_kind = _partial(column, split, channels, L, COLUMNS)
-    tl.store(partials + where, tl.sum(ones, axis=0))
-    tl.store(partials + next_kind + where, tl.sum(along, axis=0))
-    if len(maps) > 1:
-        tl.store(partials + 2 * next_kind + where, tl.sum(other, axis=0))
-
-
-@jit
-def _total(base, waiting, BLOCK: tl.constexpr):
-    part = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, waiting, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        part += tl.load(base + i, mask=i < waiting, other=0.0)
-    return tl.sum(part)
-
-
-@jit
-def _gradients(
-    ones, along, stats, vectors, slopes, channel, amount, channels, repeats, MOST: tl.constexpr
-):
-    """Of scale and shift; and a, b of dx = ρ w g − a − (x − mean) b, in all columns."""
-    length = channels * repeats
-    factor, rho = tl.load(stats + length + channel), tl.load(stats + 3 * length + channel)
-    tl.store(vectors + channel, along * rho)
-    tl.store(vectors + channels + channel, ones)
-    a, b = factor * (ones / amount), factor * (along * rho / amount) * rho
-    _repeat(slopes, 0, a, channel, channels, repeats, MOST)
-    _repeat(slopes, 1, b, channel, channels, repeats, MOST)
+    for j in tl.static_range(len(maps) + 1):
+        tl.store(partials + j * next_kind + where, tl.sum(sums[j], axis=0))
 
 
 @jit(do_not_specialize=SIZES)
 def _join_sums_kernel(
-    partials, stats, vectors, slopes, total, channels, repeats, height, waiting,
-    MOST: tl.constexpr, BLOCK: tl.constexpr,
-    TWO: tl.constexpr,
-):  # fmt: skip
+    ones, alongs, stats, vectors, slopes, total, channels, waiting, BLOCK: tl.constexpr
+):
+    """Gradients of scale and shift; and a, b of dx = ρ w g − a − (x − mean) b: of one map."""
     channel = tl.program_id(0)
     amount = (total // channels).to(tl.float32)
-    partials += channel * waiting
-    ones = _total(partials, waiting, BLOCK)
-    along = _total(partials + channels * waiting, waiting, BLOCK)
-    _gradients(ones, along, stats, vectors, slopes, channel, amount, channels, repeats, MOST)
-    if TWO:
-        along = _total(partials + 2 * channels * waiting, waiting, BLOCK)
-        stats += 4 * channels * repeats
-        vectors += 2 * channels
-        slopes += 2 * channels * repeats
-        _gradients(ones, along, stats, vectors, slopes, channel, amount, channels, repeats, MOST)
+    one = _total(ones + channel * waiting, waiting, BLOCK)
+    along = _total(alongs + channel * waiting, waiting, BLOCK)
+    factor, rho = tl.load(stats + channels + channel), tl.load(stats + 3 * channels + channel)
+    tl.store(vectors + channel, along * rho)
+    tl.store(vectors + channels + channel, one)
+    tl.store(slopes + channel, factor * (one / amount))
+    tl.store(slopes + channels + channel, factor * (along * rho / amount) * rho)
 
 
 @jit(do_not_specialize=SIZES)
 def _apply_backward_kernel(
     dout, maps, stats, slopes, gradients, total, channels, tiles, each,
-    L: tl.constexpr, EVEN: tl.constexpr,
-    COLUMNS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr, RELU: tl.constexpr,
+    L: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    RELU: tl.constexpr,
 ):  # fmt: skip
     _, column, first, count = _work(tiles, each, L, COLUMNS)
-    norms, shift = _norms_of(stats, column, L, len(maps) > 1)
-    a, b = _columns(slopes, 0, column, L), _columns(slopes, 1, column, L)
-    if len(maps) > 1:
-        other_a, other_b = _columns(slopes, 2, column, L), _columns(slopes, 3, column, L)
+    norms, shift = _norms_of(stats, column, channels, len(maps))
+    slope = slopes + column % channels
     for i in range(0, count):
         # Backwards: what `_sums_kernel` read last is still in the cache.
         start, at, mask = _tile(first + count - 1 - i, total, column, L, LANES, ROWS)
-        g = _read(dout, start, at, mask, EVEN)
-        offs, y = _offs(maps, norms, shift, start, at, mask, EVEN)
-        if RELU:
-            g = tl.where(y <= 0, 0.0, g)
-        _write(gradients[0], start, at, mask, g * norms[1] - a - offs[0] * b, EVEN)
-        if len(maps) > 1:
-            value = g * norms[3] - other_a - offs[1] * other_b
-            _write(gradients[1], start, at, mask, value, EVEN)
+        offs, y = _offs(maps, norms, shift, start, at, mask)
+        g = _cotangent(dout, y, start, at, mask, RELU)
+        for j in tl.static_range(len(maps)):
+            a = tl.load(slope + 2 * j * channels)[None, None, :]
+            b = tl.load(slope + (2 * j + 1) * channels)[None, None, :]
+            _write(gradients[j], start, at, mask, g * norms[j][1] - a - offs[j] * b)

@@ -1,9 +1,8 @@
 """block_end: the end of a residual block, norm₂(relu(z + norm₁(y · mask + injection))).
 
-kernels        for                                                   tile
-_block_end…    all maps                                              aligned
-_pairs…        bfloat16, 4, 8, 16 … channels a group, a power of     all pixels, two numbers in a
-               two of pixels, as many as a program holds             register
+The kernels take bfloat16, 4, 8, 16 … channels a group and a power of two of pixels, as many as a
+program holds: everything is read once, two numbers to a register, before anything is computed.
+Other maps go through `norm_act` and PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -23,35 +22,20 @@ from gdeq.fast.kernels.norms.group_norm import norm_act, norm_act_plain
 from gdeq.fast.kernels.norms.operation import Call, Maps, Operation, Vectors
 from gdeq.fast.kernels.norms.pieces import (
     high,
-    keep_pair,
-    keep_statistics,
-    kept_pair,
     low,
-    means_along,
-    norm_gradient,
-    normalise,
     of_sample,
-    only,
     over_group,
-    place,
     program_of,
-    read,
     rectify,
-    rows_from,
-    scale_and_shift,
-    statistics,
     sums_of,
     wide,
     write,
 )
 from gdeq.fast.kernels.norms.tensors import (
-    Map,
     Tuning,
-    aligned_tile,
     as_map,
     as_pairs,
     at_least_float32,
-    empty_channels_last,
     empty_like,
     in_pairs,
     power_of_two,
@@ -59,12 +43,10 @@ from gdeq.fast.kernels.norms.tensors import (
 )
 
 TUNING = {
-    "forward": Tuning(),
-    "backward": Tuning(run_bytes=16, tile=8192, per_thread=32),  # with more, registers spill
-    "pairs": Tuning(tile=16384, per_thread=64),
-    "pairs backward": Tuning(tile=8192, per_thread=32),
+    "forward": Tuning(tile=16384, per_thread=64),
+    "backward": Tuning(tile=8192, per_thread=32),
 }
-MOST_READERS = 3  # whose gradients the backward kernel for pairs adds
+MOST_READERS = 3  # whose gradients the backward kernel adds
 
 
 def block_end(
@@ -78,32 +60,24 @@ def block_end(
     bias2: Tensor,
     groups: int,
     eps: float = 1e-5,
-    out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The end of a residual block, norm₂(relu(z + norm₁(y · mask + injection))).
+    readers: int = 1,
+) -> list[Tensor]:
+    """norm₂(relu(z + norm₁(y · mask + injection))), once for each of its readers, in one memory.
+
+    Backward adds the gradients from all readers on the way.
 
     mask: (batch, channels), of whole channels.
     weight1 … bias2: (channels,), or (batch, channels) for each sample its own.
     """
     maps, vectors = (y, mask, injection, z), (weight1, bias1, weight2, bias2)
+    grad = differentiates(*maps, *vectors)
+    kernel = "backward" if grad else "forward"
     # The kernel has no gradient of the mask.
-    if out is None and differentiates(mask) and runs(*maps, *vectors):
-        return BlockEnd(groups, eps).composed(norm_act, maps, vectors, None, dtype or y.dtype)
-    return BlockEnd(groups, eps)(maps, vectors, out, dtype)
-
-
-def block_end_for(readers: int, *arguments: Any) -> list[Tensor]:
-    """`block_end`, once for each of its readers, in one memory.
-
-    Backward adds the gradients from all of them on the way.
-    """
-    y, mask, injection, z, weight1, bias1, weight2, bias2, groups, eps = arguments
-    maps, vectors = (y, mask, injection, z), (weight1, bias1, weight2, bias2)
-    fused = differentiates(*maps, *vectors) and not differentiates(mask)
-    if readers == 1 or not fused or not runs(*maps, *vectors):
-        return [block_end(*arguments)] * readers
-    return list(BlockEnd(groups, eps, readers)(maps, vectors, None, None))
+    taken = readers <= MOST_READERS and not differentiates(mask)
+    if taken and runs(*maps, *vectors) and takes(kernel, [y, injection, z], groups):
+        found = BlockEnd(groups, eps, readers if grad else 1)(maps, vectors, None, None)
+        return list(found) if grad and readers > 1 else [found] * readers
+    return [BlockEnd(groups, eps).composed(norm_act, maps, vectors, None, y.dtype)] * readers
 
 
 @dataclass(frozen=True)
@@ -116,8 +90,7 @@ class BlockEnd(Operation):
     norms = 2
 
     def plain(self, maps: Maps, vectors: Vectors, out: Tensor | None, dtype: torch.dtype) -> Tensor:
-        wide = [None if x is None else at_least_float32(x) for x in maps]
-        return self.composed(norm_act_plain, wide, vectors, out, dtype)
+        return self.composed(norm_act_plain, maps, vectors, out, dtype)
 
     def composed(
         self,
@@ -127,7 +100,9 @@ class BlockEnd(Operation):
         out: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        branch, mask, injection, z = maps
+        """In float32 at least, with this group norm."""
+        wide: list[Any] = [None if x is None else at_least_float32(x) for x in maps]
+        branch, mask, injection, z = wide
         if mask is not None:
             branch = branch * mask[:, :, None, None].to(branch.dtype)
         if injection is not None:
@@ -137,27 +112,18 @@ class BlockEnd(Operation):
 
     def launch(self, call: Call) -> None:
         (y, mask, injection, z), out = call.maps, call.out
-        keeps = _contiguous(mask)
         affine, affine_sample = affine_arguments(call.vectors)
-        rest = call.stats, call.stats[0].numel(), self.eps
-        if takes_pairs("pairs", [y, injection, z, out], self.groups):
-            sizes = pair_sizes("pairs", y, self.groups)
-            each = sizes["PIXELS"] * sizes["CPG"] * sizes["BLOCK"] // (32 * sizes["num_warps"])
-            # Two programs share an SM at least.
-            registers = min(128 if each > 32 else 72, 1024 // sizes["num_warps"])
-            given, place = [as_pairs(x) for x in _present(y, injection, z)], as_map(out)
-            with on_device(y):
-                _pairs_kernel[(len(y) * self.groups // sizes["BLOCK"],)](
-                    tuple(x[:2] for x in given), keeps, *affine, affine_sample, place[:2], *rest,
-                    STRIDES=tuple(x[2] for x in given), OUT_STRIDE=place[2],
-                    maxnreg=registers, **sizes,
-                )  # fmt: skip
-            return
-        tile = aligned_tile(TUNING["forward"], y, self.groups)
+        sizes = sizes_of("forward", y, self.groups)
+        each = sizes["PIXELS"] * sizes["CPG"] * sizes["BLOCK"] // (32 * sizes["num_warps"])
+        # Two programs share an SM at least.
+        registers = min(128 if each > 32 else 72, 1024 // sizes["num_warps"])
+        given, place = [as_pairs(x) for x in _present(y, injection, z)], as_map(out)
         with on_device(y):
-            _block_end_kernel[(tile.programs(len(y)),)](
-                _branch(as_map, y, injection), keeps, as_map(z), *affine, affine_sample,
-                as_map(out), *rest, **tile.sizes(),
+            _block_end_kernel[(len(y) * self.groups // sizes["BLOCK"],)](
+                tuple(x[:2] for x in given), _contiguous(mask), *affine, affine_sample, place[:2],
+                call.stats, call.stats[0].numel(), self.eps,
+                STRIDES=tuple(x[2] for x in given), OUT_STRIDE=place[2],
+                maxnreg=registers, **sizes,
             )  # fmt: skip
 
     def launch_backward(
@@ -169,33 +135,21 @@ class BlockEnd(Operation):
         dz = empty_like(z) if want_z else None
         dinjection = None
         if injection is not None and want_injection:
-            # Without a mask it is y's gradient.
-            same = mask is None and injection.dtype == y.dtype
-            dinjection = dy if same else empty_channels_last(y.shape, injection.dtype, y.device)
-        found = [dy, None, dinjection, dz]
-        # Written beside dy: dz, and the injection's.
+            dinjection = dy if mask is None else empty_like(y)
+        # Written beside dy: dz, and the injection's where a mask makes it another.
         more = tuple(as_map(x) for x in (dz, dinjection) if x is not None and x is not dy)
         affine, affine_sample = affine_arguments(call.vectors)
-        rest = call.stats, call.stats[0].numel(), sums, sums[0].numel()
         options = {"WRITE_Z": dz is not None, "WRITE_INJECTION": len(more) > (dz is not None)}
-        read = [y, injection, z, *douts, *found]
-        if len(douts) <= MOST_READERS and takes_pairs("pairs backward", read, self.groups):
-            sizes = pair_sizes("pairs backward", y, self.groups)
-            with on_device(y):
-                _pairs_backward_kernel[(len(y) * self.groups // sizes["BLOCK"],)](
-                    _branch(as_pairs, y, injection), _contiguous(mask), as_pairs(z), *affine,
-                    affine_sample, tuple(map(as_pairs, douts)), *rest, as_map(dy), more,
-                    15, -65536, **options, **sizes, maxnreg=128,
-                )  # fmt: skip
-            return found
-        dout = sum(douts[1:], start=douts[0])
-        tile = aligned_tile(TUNING["backward"], y, self.groups)
+        sizes = sizes_of("backward", y, self.groups)
+        branch = tuple(as_pairs(x) for x in _present(y, injection))
         with on_device(y):
-            _block_end_backward_kernel[(tile.programs(len(y)),)](
-                _branch(as_map, y, injection), _contiguous(mask), as_map(z), *affine,
-                affine_sample, as_map(dout), *rest, as_map(dy), more, **options, **tile.sizes(),
+            _block_end_backward_kernel[(len(y) * self.groups // sizes["BLOCK"],)](
+                branch, _contiguous(mask), as_pairs(z), *affine, affine_sample,
+                tuple(as_pairs(_in_pairs(dout)) for dout in douts),
+                call.stats, call.stats[0].numel(), sums, sums[0].numel(), as_map(dy), more,
+                15, -65536, **options, **sizes, maxnreg=128,
             )  # fmt: skip
-        return found
+        return [dy, None, dinjection, dz]
 
 
 def _contiguous(mask: Tensor | None) -> tuple[Tensor, ...]:
@@ -207,12 +161,14 @@ def _present(*maps: Tensor | None) -> list[Tensor]:
     return [x for x in maps if x is not None]
 
 
-def _branch(form: Callable[[Tensor], Map], y: Tensor, injection: Tensor | None) -> tuple[Map, ...]:
-    return tuple(form(x) for x in _present(y, injection))
+def _in_pairs(dout: Tensor) -> Tensor:
+    """A gradient as kernels take it."""
+    fits = dout.dtype == torch.bfloat16 and in_pairs(dout)
+    return dout if fits else empty_like(dout).to(torch.bfloat16).copy_(dout)
 
 
-def takes_pairs(kernel: str, maps: Sequence[Tensor | None], groups: int) -> bool:
-    """maps: y first, all that are read or written."""
+def takes(kernel: str, maps: Sequence[Tensor | None], groups: int) -> bool:
+    """maps: y first, all that are read."""
     y, *others = _present(*maps)
     size, pixels = y.shape[1] // groups, y.shape[2] * y.shape[3]
     whole = power_of_two(pixels) == pixels and power_of_two(size) == size and size >= 4
@@ -220,7 +176,7 @@ def takes_pairs(kernel: str, maps: Sequence[Tensor | None], groups: int) -> bool
     return fits and all(x.dtype == torch.bfloat16 and in_pairs(x) for x in (y, *others))
 
 
-def pair_sizes(kernel: str, y: Tensor, groups: int) -> dict[str, int]:
+def sizes_of(kernel: str, y: Tensor, groups: int) -> dict[str, int]:
     """BLOCK: groups of a program, whose runs of a pixel are a sector of 32 bytes if they fit."""
     tuning, size, pixels = TUNING[kernel], y.shape[1] // groups, y.shape[2] * y.shape[3]
     block = 1
@@ -234,147 +190,7 @@ def pair_sizes(kernel: str, y: Tensor, groups: int) -> dict[str, int]:
     return {"PIXELS": pixels, "GROUPS": groups, "CPG": size, "BLOCK": block, "num_warps": warps}
 
 
-# ---- any groups
-
-
-@jit
-def _kept_channels(keeps, at, valid):
-    """What the mask leaves of each channel."""
-    keep = tl.full(valid.shape, 1.0, tl.float32)
-    if len(keeps) > 0:
-        keep = tl.load(keeps[0] + at, mask=valid, other=0.0).to(tl.float32)
-    return keep
-
-
-@jit
-def _branch_at(source, pixel, channel, mask, MASKED: tl.constexpr):
-    """y · mask + injection of a tile.  source: maps of the sample; what is kept of each channel."""
-    maps, keep = source[0], source[1]
-    branch = read(maps[0], pixel, channel, mask, MASKED) * keep[None, :]
-    if len(maps) > 1:
-        branch += read(maps[1], pixel, channel, mask, MASKED)
-    return branch
-
-
-@jit
-def _total_at(source, pixel, channel, mask, MASKED: tl.constexpr):
-    """relu(z + norm₁(branch)) of a tile.  source: that of the branch; z; mean … shift of norm₁."""
-    branch = _branch_at(source[0], pixel, channel, mask, MASKED)
-    norm = source[2]
-    total = normalise(branch, norm[0], norm[1], norm[2], norm[3])
-    return rectify(total + read(source[1], pixel, channel, mask, MASKED))
-
-
-@jit
-def _branch_of(maps, keep, sample, UNIT: tl.constexpr):
-    found = (of_sample(maps[0], sample, UNIT),)
-    if len(maps) > 1:
-        found += (of_sample(maps[1], sample, UNIT),)  # type: ignore[assignment]
-    return found, keep
-
-
-@jit
-def _block_end_kernel(
-    maps, keeps, z, affine1, affine2, affine_sample, out, stats, plane, eps,
-    PIXELS: tl.constexpr, GROUPS: tl.constexpr, CPG: tl.constexpr, BLOCK: tl.constexpr,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """maps: y and, if there is one, the injection."""
-    sample, channel, group, valid = place(GROUPS, CPG, BLOCK, LANES, COLUMNS)
-    z, out = of_sample(z, sample, UNIT), of_sample(out, sample, UNIT)
-    keep = _kept_channels(keeps, sample * (GROUPS * CPG) + channel, valid)
-    branch = _branch_of(maps, keep, sample, UNIT)
-    at = sample * affine_sample + channel
-    scale1, shift1 = scale_and_shift(affine1, at, valid)
-    scale2, shift2 = scale_and_shift(affine2, at, valid)
-    mean1, rho1 = statistics(
-        _branch_at, branch, channel, valid, eps, PIXELS, CPG, BLOCK, LANES, COLUMNS, ROWS, MASKED
-    )
-    source = (branch, z, (mean1, rho1, scale1, shift1))
-    mean2, rho2 = statistics(
-        _total_at, source, channel, valid, eps, PIXELS, CPG, BLOCK, LANES, COLUMNS, ROWS, MASKED
-    )
-    for start in range(0, PIXELS, ROWS):
-        pixel, mask = rows_from(start, valid, PIXELS, ROWS)
-        total = _total_at(source, pixel, channel, mask, MASKED)
-        write(out, pixel, channel, mask, normalise(total, mean2, rho2, scale2, shift2), MASKED)
-    at = sample * GROUPS + group
-    keep_statistics(stats, 0, plane, at, mean1, rho1, valid, LANES, COLUMNS)
-    keep_statistics(stats, 1, plane, at, mean2, rho2, valid, LANES, COLUMNS)
-
-
-@jit
-def _cotangent(source, norm2, dout, pixel, channel, mask, MASKED: tl.constexpr):
-    """x̂ of both norms; where the ReLU between them passes; and g of the second."""
-    norm1 = source[2]
-    branch = _branch_at(source[0], pixel, channel, mask, MASKED)
-    unit1 = (branch - norm1[0][None, :]) * norm1[1][None, :]
-    total = unit1 * norm1[2][None, :] + norm1[3][None, :]
-    total += read(source[1], pixel, channel, mask, MASKED)
-    unit2 = (rectify(total) - norm2[0][None, :]) * norm2[1][None, :]
-    g = read(dout, pixel, channel, mask, MASKED)
-    return unit1, unit2, total > 0, g
-
-
-@jit
-def _block_end_backward_kernel(
-    maps, keeps, z, affine1, affine2, affine_sample, dout, stats, plane, sums, sums_plane, dy, more,
-    WRITE_Z: tl.constexpr, WRITE_INJECTION: tl.constexpr,
-    PIXELS: tl.constexpr, GROUPS: tl.constexpr, CPG: tl.constexpr, BLOCK: tl.constexpr,
-    LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """more: the gradients of z and of the injection, those that are written."""
-    COUNT: tl.constexpr = PIXELS * CPG
-    sample, channel, group, valid = place(GROUPS, CPG, BLOCK, LANES, COLUMNS)
-    keep = _kept_channels(keeps, sample * (GROUPS * CPG) + channel, valid)
-    at = sample * affine_sample + channel
-    scale1, shift1 = scale_and_shift(affine1, at, valid)
-    scale2, _ = scale_and_shift(affine2, at, valid)
-    mean1, rho1 = kept_pair(stats, 0, plane, sample * GROUPS + group, valid)
-    norm2 = kept_pair(stats, 1, plane, sample * GROUPS + group, valid)
-    branch = _branch_of(maps, keep, sample, UNIT)
-    source = (branch, of_sample(z, sample, UNIT), (mean1, rho1, scale1, shift1))
-    dout, dy = of_sample(dout, sample, UNIT), of_sample(dy, sample, UNIT)
-    along = tl.zeros((ROWS, COLUMNS), tl.float32)
-    ones = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, PIXELS, ROWS):
-        pixel, mask = rows_from(start, valid, PIXELS, ROWS)
-        unit1, unit2, passes, g = _cotangent(source, norm2, dout, pixel, channel, mask, MASKED)
-        along += g * unit2
-        ones += g
-    dweight2, dbias2 = sums_of(along, ones, False)
-    one2, along2 = means_along(dweight2, dbias2, scale2, COUNT, BLOCK, LANES, COLUMNS)
-    along = tl.zeros((ROWS, COLUMNS), tl.float32)
-    ones = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, PIXELS, ROWS):
-        pixel, mask = rows_from(start, valid, PIXELS, ROWS)
-        unit1, unit2, passes, g = _cotangent(source, norm2, dout, pixel, channel, mask, MASKED)
-        g = tl.where(passes, norm_gradient(g, unit2, scale2, norm2[1], one2, along2), 0.0)
-        g = only(g, mask, MASKED)
-        along += g * unit1
-        ones += g
-    dweight1, dbias1 = sums_of(along, ones, False)
-    one1, along1 = means_along(dweight1, dbias1, scale1, COUNT, BLOCK, LANES, COLUMNS)
-    # Nothing was written so far: of a tile with all pixels, nothing is read or computed again.
-    for start in range(0, PIXELS, ROWS):
-        pixel, mask = rows_from(start, valid, PIXELS, ROWS)
-        unit1, unit2, passes, g = _cotangent(source, norm2, dout, pixel, channel, mask, MASKED)
-        g = tl.where(passes, norm_gradient(g, unit2, scale2, norm2[1], one2, along2), 0.0)
-        dbranch = norm_gradient(g, unit1, scale1, rho1, one1, along1)
-        if WRITE_Z:
-            write(of_sample(more[0], sample, UNIT), pixel, channel, mask, g, MASKED)
-        if WRITE_INJECTION:
-            to = of_sample(more[len(more) - 1], sample, UNIT)
-            write(to, pixel, channel, mask, dbranch, MASKED)
-        write(dy, pixel, channel, mask, dbranch * keep[None, :], MASKED)
-    at = sample * (GROUPS * CPG) + channel
-    keep_pair(sums, 0, sums_plane, at, dweight1, dbias1, valid)
-    keep_pair(sums, 1, sums_plane, at, dweight2, dbias2, valid)
-
-
-# ---- pairs of bfloat16: everything is read once, before anything is computed
+# ---- kernels
 
 
 @jit
@@ -411,7 +227,7 @@ def _normalised(first, second, mean, rho, affine, at, BLOCK: tl.constexpr, CPG: 
 
 
 @jit
-def _pairs_kernel(
+def _block_end_kernel(
     maps, keeps, affine1, affine2, affine_sample, out, stats, plane, eps,
     STRIDES: tl.constexpr, OUT_STRIDE: tl.constexpr,
     PIXELS: tl.constexpr, GROUPS: tl.constexpr, CPG: tl.constexpr, BLOCK: tl.constexpr,
@@ -479,7 +295,7 @@ def _off(maps, sixteen, upper, keep, mean):
 
 
 @jit
-def _pairs_backward_kernel(
+def _block_end_backward_kernel(
     maps, keeps, z, affine1, affine2, affine_sample, douts, stats, plane, sums, sums_plane, dy,
     more, fifteen, upper, WRITE_Z: tl.constexpr, WRITE_INJECTION: tl.constexpr,
     PIXELS: tl.constexpr, GROUPS: tl.constexpr, CPG: tl.constexpr, BLOCK: tl.constexpr,
@@ -510,7 +326,9 @@ def _pairs_backward_kernel(
         gp = _added(gp, _held(douts[2], sample, pixel, pair))
     if len(maps) > 1:
         held += (_held(maps[1], sample, pixel, pair),)  # type: ignore[assignment]
-    keep = _kept_channels(keeps, sample * (GROUPS * CPG) + channel, channel >= 0)
+    keep = tl.full((N,), 1.0, tl.float32)
+    if len(keeps) > 0:
+        keep = tl.load(keeps[0] + sample * (GROUPS * CPG) + channel).to(tl.float32)
     at = sample * affine_sample + channel
     scale1 = tl.load(affine1[0] + at).to(tl.float32)
     shift1 = tl.load(affine1[1] + at).to(tl.float32)
