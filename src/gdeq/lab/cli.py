@@ -231,7 +231,7 @@ def compare(
     it was stopped.  pretrain_steps says how long the pre-training is (default: a fifth).
     """
     from gdeq.lab import report as reports
-    from gdeq.lab.training import runs
+    from gdeq.lab.training import runs, timing
 
     config = chosen(source, settings, runs.GRADIENTS)
     place = out or Path("runs") / f"compare-{title_of(config)}"
@@ -242,6 +242,7 @@ def compare(
     if pretraining:
         pretrain = config.pretrain_steps or runs.default_pretraining(config, data)
     paths = runs.compare(place, config, pretrain, seeds, data, console.print)
+    timing.time_runs(paths[: len(runs.GRADIENTS)], data, console.print)
     page = reports.write(paths, place)
     typer.echo(reports.table(paths))
     console.print(f"report: {page}")
