@@ -178,7 +178,7 @@ def test_a_task_with_a_metric_of_its_own(tmp_path):
     not_begun = make_run(tmp_path / "a", "implicit", data=None, task="chars", until=1)
     (not_begun / "metrics.jsonl").unlink()  # nothing tells that its metric is another
     half = report.table([not_begun, other_task(tmp_path / "half", finished=False)])
-    assert "Bits per character" in half
+    assert "Test bits per character" in half
     assert re.search(r"2\.\d{3}† \(epoch 12 of 12\)", half)
 
 
