@@ -6,6 +6,7 @@ import contextlib
 import gc
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -57,6 +58,8 @@ def time_runs(
     paths: Sequence[Path], root: Path | None = None, tell: Callable[[str], None] = print
 ) -> None:
     """A few more steps of each finished run, in turns, from its final weights: `timing.json`."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return  # a step of one process is not the step of several
     tell(f"timing {len(paths)} methods in turns")
     with contextlib.ExitStack() as opened:
         trainers = {str(path): runs.trained(path, root) for path in paths}
