@@ -256,7 +256,7 @@ def compare(
     it was stopped.  pretrain_steps says how long the pre-training is (default: a fifth).
     """
     from gdeq.lab import report as reports
-    from gdeq.lab.training import runs
+    from gdeq.lab.training import runs, timing
 
     config = chosen(source, settings, runs.GRADIENTS)
     place = out or Path("runs") / f"compare-{title_of(config)}"
@@ -267,6 +267,7 @@ def compare(
         describe(config, runs.forecast_compare(place, config, pretrain, seeds, data))
         return
     paths = runs.compare(place, config, pretrain, seeds, data, tell)
+    timing.time_runs(paths[: len(runs.GRADIENTS)], data, tell)
     page = reports.write(paths, place)
     typer.echo(reports.table(paths))
     tell(f"report: {page}")

@@ -7,7 +7,7 @@ import statistics
 import pytest
 import report_runs
 
-from gdeq.lab.paper import collecting, drawing, plan, reading, table2
+from gdeq.lab.paper import collecting, plan, table2
 
 
 def make(folder, name, accuracy=None, seconds=100.0, **changes):
@@ -47,6 +47,10 @@ def row_of(text, label):
     return [cell.strip() for cell in line.strip("| ").split("|")]
 
 
+def text_of(folder):
+    return table2.text(table2.make_columns(collecting.in_table(collecting.read_all(folder))))
+
+
 def some_of_it(folder):
     """Some of everything, and much of it missing."""
     for seed, accuracy in enumerate((93.0, 93.4, 93.5)):
@@ -79,22 +83,19 @@ def test_table_2(collected):
     assert (out / "table2.csv").read_text().splitlines()[0] == head
     assert [(r["gradient"], r["pretrain"], r["seed"]) for r in found] == [
         ("implicit", "false", "0"),
-        ("gdeq", "false", "0"),
+        *(("gdeq", "false", seed) for seed in "012"),
         ("gdeq", "true", "0"),
-        ("gdeq", "false", "1"),
-        ("gdeq", "false", "2"),
     ]  # the unfinished one is no row
     text = (out / "table2.md").read_text()
     own = row_of(text, "GDEQ")
     spread = statistics.stdev((93.0, 93.4, 93.5))
     assert own[1] == f"93.30 ± {spread:.2f} (3 seeds)"
-    assert own[2] == "94.00 (1 of 3 seeds)"
+    assert own[2] == "94.00 (1 run of 3)"
     assert own[4:6] == ["101", "90"]
     assert own[6] == f"{220 / 101:.2f}×"
-    assert own[7] == "–"  # no pre-trained Implicit yet
-    assert own[8:] == ["92.01 / 93.08", "2.16×"]
-    assert row_of(text, "JFB")[1] == "unfinished: epoch 3 of 12"
-    assert row_of(text, "NPG")[1:3] == [reading.NOT_YET] * 2
+    assert own[7:] == ["92.01 / 93.08", "2.16×"]  # no pre-trained Implicit yet: no such column
+    assert row_of(text, "JFB")[1] == "epoch 3 of 12"
+    assert row_of(text, "NPG")[1:3] == [table2.NOT_YET] * 2
     many = sum(run.group == "table2" for run in plan.make_plan())
     assert f"table2     5 of {many} runs finished" in collecting.progress(collected)
 
@@ -104,7 +105,7 @@ def test_the_speed_up_is_of_the_whole_training(partial):
     file = partial / "implicit-seed0" / "summary.json"
     summary = json.loads(file.read_text())
     file.write_text(json.dumps({**summary, "steps": 2 * summary["steps"]}))
-    row = row_of(table2.text(reading.read_all(partial)), "GDEQ")
+    row = row_of(text_of(partial), "GDEQ")
     assert row[6] == f"{220 / 101:.2f}×"
 
 
@@ -114,7 +115,7 @@ def test_the_speed_up_is_of_one_code_where_there_is_one(partial):
         file.write_text(json.dumps({**json.loads(file.read_text()), "revision": revision}))
 
     def speed_ups():
-        text = table2.text(reading.read_all(partial))
+        text = text_of(partial)
         return [row_of(text, label)[6] for label in ("Implicit", "GDEQ", "Implicit, dropout 0.2")]
 
     make(partial, "implicit-dropout-seed0", 92.0, 150.0, optimizer__lr=0.01)
@@ -132,18 +133,18 @@ def test_the_speed_up_is_of_one_code_where_there_is_one(partial):
 
 
 def test_a_seed_that_diverged_is_seen_beside_the_mean_of_the_others(partial):
-    before = row_of(table2.text(reading.read_all(partial)), "GDEQ")[1]
+    before = row_of(text_of(partial), "GDEQ")[1]
     assert before.endswith("(3 seeds)")
     (partial / "gdeq-seed2" / "summary.json").unlink()
     (partial / "gdeq-seed2" / "failed.json").write_text(json.dumps({"reason": "NaN"}))
-    after = row_of(table2.text(reading.read_all(partial)), "GDEQ")[1]
-    assert after.endswith("(2 of 3 seeds, 1 diverged)")
+    after = row_of(text_of(partial), "GDEQ")[1]
+    assert after.endswith("(2 seeds of 3, 1 diverged)")
 
 
 def test_what_is_not_one_recipe_is_named(partial):
-    assert "Not the same" not in table2.text(reading.read_all(partial))
+    assert "Not the same" not in text_of(partial)
     make(partial, "npg-seed0", 91.0, optimizer__lr=0.5)
-    text = table2.text(reading.read_all(partial))
+    text = text_of(partial)
     assert "Not the same in all rows: optimizer.lr = 0.001 (Implicit / GDEQ); 0.5 (NPG)." in text
 
 
@@ -157,7 +158,8 @@ def test_convergence(collected):
 def test_a_run_tested_every_tenth_epoch_is_drawn_only_where_no_other_is(partial):
     make(partial, "implicit-seed1", 93.9, 210.0, test_every=10)
     make(partial, "npg-seed0", 93.9, 210.0, test_every=10)
-    found = [(label, run.name) for label, run in drawing.drawn(reading.read_all(partial))]
+    lines = collecting.convergence(collecting.in_table(collecting.read_all(partial))).series
+    found = [(line.label, line.run.name) for line in lines]
     assert [name for label, name in found if label == "Implicit"] == ["implicit-seed0"]
     assert ("NPG", "npg-seed0") in found
 
@@ -165,10 +167,10 @@ def test_a_run_tested_every_tenth_epoch_is_drawn_only_where_no_other_is(partial)
 def test_what_is_exact_is_said_when_it_is_measured():
     """By --exact-tol; older records do not say it."""
     record = {"exact_residual": 5e-4, "exact_forward_residual": 1e-6}
-    assert not drawing.is_exact(record)
-    assert drawing.is_exact({**record, "exact_tol": 5e-4})
-    assert not drawing.is_exact({**record, "exact_tol": 4e-4})
-    assert drawing.is_exact({**record, "exact_residual": 1e-4})
+    assert not collecting.is_exact(record)
+    assert collecting.is_exact({**record, "exact_tol": 5e-4})
+    assert not collecting.is_exact({**record, "exact_tol": 4e-4})
+    assert collecting.is_exact({**record, "exact_residual": 1e-4})
 
 
 def test_similarity_marks_what_is_not_exact(collected):
@@ -177,8 +179,8 @@ def test_similarity_marks_what_is_not_exact(collected):
     assert {(r["epoch"], r["exact"]) for r in found} == {("1", "yes"), ("12", "no")}
     assert {r["spectral_radius"] for r in found} == {"0.7"}
     # Only mini-batches that were compared with something exact are drawn.
-    drawn = drawing.similarity(reading.read_all(collected))[0]
-    assert {(box.epoch, *box.values) for box in drawn.boxes} == {(1, 0.95, 0.95, 0.95)}
+    (box,) = collecting.similarity(collecting.read_all(collected))[0].series
+    assert box.points == [(1, 0.95)] * 3
     for name in ("cosine", "error"):
         png = out / f"similarity_{name}_gdeq-seed0.png"
         assert png.read_bytes().startswith(b"\x89PNG")
@@ -187,7 +189,7 @@ def test_similarity_marks_what_is_not_exact(collected):
 def test_a_run_that_diverged_is_told(partial):
     path = make(partial, "npg-seed0", until=2)
     (path / "failed.json").write_text(json.dumps({"reason": "NaN", "steps": 44}))
-    text = table2.text(reading.read_all(partial))
+    text = text_of(partial)
     assert row_of(text, "NPG")[1] == "failed: the loss became NaN after step 44"
 
 
@@ -211,8 +213,8 @@ def test_one_run_is_enough(gdeq, tmp_path):
     make(tmp_path, "npg-seed0", 91.0, epochs=2)
     code, said = gdeq("paper", "collect", tmp_path)
     assert code == 0, said
-    assert row_of(said, "NPG")[1] == "91.00 (1 seed)"
-    assert row_of(said, "GDEQ")[1:3] == [reading.NOT_YET] * 2
+    assert row_of(said, "NPG")[1] == "91.00 (1 run)"
+    assert row_of(said, "GDEQ")[1:3] == [table2.NOT_YET] * 2
     assert len(rows_of(tmp_path / "table2.csv")) == 1
     make(tmp_path, "gdeq-seed0", 92.0, epochs=2)
     assert gdeq("paper", "collect", tmp_path)[0] == 0

@@ -16,28 +16,13 @@ FINAL = {"implicit": 97.2, "jfb": 96.4, "npg": 97.6, "gdeq": 97.9}
 
 def config(gradient: str = "gdeq", **changes: Any) -> dict[str, Any]:
     """As `gdeq.lab.training` writes it; ``solver__max_iter`` stands for ``solver.max_iter``."""
+    own = {"refine": 0, "tolerance": None, "max_refine": None, "max_iter": 20, "tol": 1e-6}
     made: dict[str, Any] = {
-        "data": "digits",
-        "epochs": 12,
-        "batch_size": 64,
-        "seed": 0,
-        "device": "auto",
-        "precision": "float32",
-        "pretrain_steps": 0,
-        "pretrain_layers": 5,
+        **{"data": "digits", "epochs": 12, "batch_size": 64, "seed": 0, "device": "auto"},
+        **{"precision": "float32", "pretrain_steps": 0, "pretrain_layers": 5},
         "model": {"size": "small", "weight_norm": True},
         "solver": {"name": "broyden", "max_iter": 18, "tol": 0.001, "memory": None},
-        "gradient": {
-            "name": gradient,
-            "refine": 0,
-            "tolerance": None,
-            "max_refine": None,
-            "max_iter": 20,
-            "tol": 1e-6,
-            "solver": "broyden",
-            "steps": 5,
-            "damping": 0.5,
-        },
+        "gradient": {"name": gradient, **own, "solver": "broyden", "steps": 5, "damping": 0.5},
         "optimizer": {"name": "adam", "lr": 0.001},
     }
     for key, value in changes.items():
@@ -58,9 +43,14 @@ def make_run(
     similarity: tuple[int, ...] = (),
     device: str = "CPU (x86_64, 2 threads)",
     seconds: float | None = None,
+    turns: list[float] | None = None,
     **changes: Any,
 ) -> Path:
-    """A run folder; ``until`` stops it after so many epochs, without a summary."""
+    """A run folder.
+
+    until: stops it after so many epochs, without a summary.
+    turns: milliseconds per step, as if timed with others.
+    """
     settings = config(gradient, **changes)
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
@@ -74,21 +64,14 @@ def make_run(
     last = lines[-1]
     if until is None:
         summary = {
-            "test_accuracy": last["test_accuracy"],
-            "epochs": settings["epochs"],
-            "gradient": gradient,
-            "pretrain": settings["pretrain_steps"] > 0,
-            "seed": settings["seed"],
-            "ms_per_step": 1e3 * per_step,
-            "train_seconds": last["seconds"],
-            "device": device,
-            "data": settings["data"],
-            "size": settings["model"]["size"],
-            "parameters": 123456,
-            "steps": last["step"],
-            "processes": 1,
+            **{"test_accuracy": last["test_accuracy"], "train_seconds": last["seconds"]},
+            **{"epochs": settings["epochs"], "steps": last["step"], "ms_per_step": 1e3 * per_step},
+            **{"device": device, "parameters": 123456, "processes": 1},
         }
         (path / "summary.json").write_text(json.dumps(summary))
+    if turns:
+        told = {"session": "one", "ms": turns, "evals": 9.5, "vjps": 3, "waited": 0.01}
+        (path / "timing.json").write_text(json.dumps(told))
     if similarity:
         records = [json.dumps(r) for epoch in similarity for r in _similarity(epoch, draw)]
         (path / "similarity.jsonl").write_text("\n".join(records) + "\n")
@@ -101,42 +84,20 @@ def _metrics(
     name = settings["gradient"]["name"]
     top = FINAL.get(name, 95.0) + (0.4 if settings["pretrain_steps"] else 0.0)
     measured = name == "implicit" or settings["gradient"]["tolerance"] is not None
-    per_epoch, lines, step = 22, [], 0
+    lines: list[dict[str, Any]] = []
     for epoch in range(1, epochs + 1):
         residual = 2e-4 * math.exp(0.1 * epoch) * draw.uniform(0.8, 1.2)
-        for _ in range(per_epoch):
-            step += 1
-            if step % 2 == 0:
-                spread = draw.uniform(0.7, 1.4)
-                lines.append(
-                    {
-                        "kind": "step",
-                        "step": step,
-                        "epoch": epoch - 1,
-                        "loss": 2.0 / step,
-                        "accuracy": None if step == 4 else 90.0,
-                        "residual": residual * spread,
-                        "solver_steps": 9 + 0.4 * epoch + spread,
-                        "backward_residual": 3e-6 * spread if measured else None,
-                        "ms": 1e3 * per_step * spread,
-                        "lr": 1e-3,
-                    }
-                )
-        lines.append(
-            {
-                "kind": "epoch",
-                "epoch": epoch,
-                "step": step,
-                "seconds": step * per_step,
-                "train_loss": 0.1,
-                "train_accuracy": 99.0,
-                "test_loss": 0.2,
-                "test_accuracy": top - 70 * math.exp(-0.8 * epoch) + draw.gauss(0, 0.15),
-                "solver_steps": 10.0,
-                "residual": residual,
-                "backward_residual": 3e-6 if measured else None,
-            }
-        )
+        for step in range(22 * (epoch - 1) + 2, 22 * epoch + 1, 2):
+            spread = draw.uniform(0.7, 1.4)
+            solver = {"residual": residual * spread, "solver_steps": 9 + 0.4 * epoch + spread}
+            backward = {"backward_residual": 3e-6 * spread if measured else None}
+            told = {"loss": 2.0 / step, "ms": 1e3 * per_step * spread, "lr": 1e-3}
+            lines.append(
+                {"kind": "step", "step": step, "epoch": epoch, **solver, **backward, **told}
+            )
+        accuracy = top - 70 * math.exp(-0.8 * epoch) + draw.gauss(0, 0.15)
+        end = {"kind": "epoch", "epoch": epoch, "step": 22 * epoch, "test_accuracy": accuracy}
+        lines.append(end | {"seconds": 22 * epoch * per_step, "test_loss": 0.2})
     return lines
 
 
@@ -147,18 +108,10 @@ def _similarity(epoch: int, draw: random.Random) -> list[dict[str, Any]]:
     for batch in range(8):
         for method, error in errors.items():
             off = error * draw.uniform(0.7, 1.3) * (1 + 0.01 * epoch)
-            records.append(
-                {
-                    "epoch": epoch,
-                    "batch": batch,
-                    "method": method,
-                    "vjps": products.get(method, 0),
-                    "cosine": 1 - off**2 / 2,
-                    "relative_error": off,
-                    "adjoint_residual": off * 1.1,
-                    "exact_residual": 3e-7 * draw.uniform(0.5, 1.0),
-                }
-            )
+            told = {"epoch": epoch, "batch": batch, "method": method, "cosine": 1 - off**2 / 2}
+            told |= {"vjps": products.get(method, 0), "relative_error": off}
+            exact = {"exact_residual": 3e-7 * draw.uniform(0.5, 1.0)}
+            records.append(told | {"adjoint_residual": off * 1.1} | exact)
     return records
 
 
@@ -192,6 +145,8 @@ def other_task(path: Path, gradient: str = "gdeq", finished: bool = True) -> Pat
             line[key] = 2 + (100 - line.pop("test_accuracy")) / 30
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     metric = {"name": "bits_per_character", "unit": "", "digits": 3, "higher_is_better": False}
+    told = json.loads((path / "environment.json").read_text())
+    (path / "environment.json").write_text(json.dumps(told | {"metric": metric}))
     changed_summary(path, **{key: lines[-1][key]}, metric=metric)
     if not finished:
         (path / "summary.json").unlink()

@@ -7,17 +7,22 @@ from unittest import mock
 import pytest
 from report_runs import make_run
 
-from gdeq.lab.report.draw import draw
-from gdeq.lab.report.exactness import similarities
-from gdeq.lab.report.figures import Line, floor, make_figures, thinned
+from gdeq.lab.report.figures import Series, draw, floor, make_figures, thinned
 from gdeq.lab.report.methods import looks
 from gdeq.lab.report.rows import make_rows
 from gdeq.lab.report.runs import Metric, read_runs
+from gdeq.lab.report.similarity import similarities
+
+RISING = [10.0, 50.0, 80.0, *([90.0] * 9), 92.0]
 
 
 def lines(*curves):
     run = mock.Mock(metric=Metric())
-    return tuple(Line("GDEQ", run, list(enumerate(curve))) for curve in curves)
+    return tuple(Series("GDEQ", run, list(enumerate(curve))) for curve in curves)
+
+
+def figures_of(*paths):
+    return {figure.name: figure for figure in make_figures(make_rows(read_runs(paths)))}
 
 
 def test_long_lines_are_thinned_to_medians():
@@ -30,63 +35,62 @@ def test_long_lines_are_thinned_to_medians():
     assert thinned(points[:60], 60) == points[:60]
 
 
-def test_the_accuracy_axis_leaves_out_the_first_epochs_of_long_runs():
-    assert floor(lines([10.0, 50.0, 90.0])) is None
-    rising = [10.0, 50.0, 80.0, *([90.0] * 9), 92.0]
-    bottom = floor(lines(rising, rising))
-    assert 80 < bottom < 90
-    assert floor(()) is None
-    assert floor(lines([90.0] * 12)) is None
-
-
-@pytest.mark.parametrize("low", [[10.0, 18.0], [18.0]])
-def test_the_accuracy_axis_holds_the_end_of_every_run(low):
-    rising = [10.0, 50.0, 80.0, *([90.0] * 9), 92.0]
-    bottom = floor(lines(rising, low))
-    assert bottom is None or bottom < 18
+@pytest.mark.parametrize(
+    ("curves", "low", "high"),
+    [
+        (([10.0, 50.0, 90.0],), None, None),  # too short to leave anything out
+        ((RISING, RISING), 80, 90),
+        ((), None, None),
+        (([90.0] * 12,), None, None),
+        ((RISING, [10.0, 18.0]), 0, 18),  # the end of every run is shown, however low
+        ((RISING, [18.0]), 0, 18),
+    ],
+)
+def test_the_accuracy_axis_leaves_out_the_first_epochs_of_long_runs(curves, low, high):
+    bottom = floor(lines(*curves))
+    assert bottom is None if low is None else bottom is None or low <= bottom < high
 
 
 def test_a_single_epoch_has_whole_ticks(tmp_path):
-    rows = make_rows(read_runs([make_run(tmp_path / "a", epochs=1)]))
-    (figure,) = (f for f in make_figures(rows) if f.name == "accuracy_epochs")
-    svg = draw(figure, looks([row.label for row in rows])).svg.decode()
+    figure = figures_of(make_run(tmp_path / "a", epochs=1))["accuracy_epochs"]
+    svg = draw(figure, looks(figure.labels))[1].decode()
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
     assert texts[: texts.index("epoch")] == ["1"]
 
 
 def test_figures_without_data_are_left_out(tmp_path):
     path = make_run(tmp_path / "a", until=2)
-    names = {f.name for f in make_figures(make_rows(read_runs([path])))}
-    assert names == {"accuracy_time", "accuracy_epochs", "residual", "solver_steps"}
+    assert set(figures_of(path)) == {
+        *("accuracy_time", "accuracy_epochs", "residual", "solver_steps"),
+    }
     (path / "metrics.jsonl").write_text("")
-    assert make_figures(make_rows(read_runs([path]))) == []
+    assert figures_of(path) == {}
 
 
-@pytest.mark.parametrize("unmeasured", ["null", "0.0", "NaN"])  # 0.0: as older logs have it
-def test_a_line_breaks_off_where_nothing_was_measured(tmp_path, unmeasured):
-    path = make_run(tmp_path / "a", "implicit", until=1)
-    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+def with_residual(path, value):
+    """Every step's backward residual as JSON text; value: step → text."""
     texts = []
-    for line in lines:  # steps 2, 4, ... 22
-        hole = line["kind"] == "step" and line["step"] in (2, 10, 12)
-        text = json.dumps(line | {"backward_residual": "HOLE"} if hole else line)
-        texts.append(text.replace('"HOLE"', unmeasured) + "\n")
+    for line in map(json.loads, (path / "metrics.jsonl").read_text().splitlines()):
+        hole = value(line["step"]) if line["kind"] == "step" else None
+        text = json.dumps(line if hole is None else line | {"backward_residual": "HOLE"})
+        texts.append(text.replace('"HOLE"', str(hole)) + "\n")
     (path / "metrics.jsonl").write_text("".join(texts))
-    figures = {f.name: f for f in make_figures(make_rows(read_runs([path])))}
-    pieces = [[x for x, _ in line.points] for line in figures["backward_residual"].lines]
-    assert pieces == [[4, 6, 8], [14, 16, 18, 20, 22]]
-    assert len(figures["backward_residual"].labels) == 1
-    assert len(figures["residual"].lines) == 1
 
 
-@pytest.mark.parametrize("unmeasured", ["null", "0.0"])
-def test_what_was_never_measured_has_no_figure(tmp_path, unmeasured):
-    path = make_run(tmp_path / "a", "jfb", until=2)
-    text = (path / "metrics.jsonl").read_text()
-    old, new = '"backward_residual": null', f'"backward_residual": {unmeasured}'
-    assert old in text
-    (path / "metrics.jsonl").write_text(text.replace(old, new))
-    assert "backward_residual" not in {f.name for f in make_figures(make_rows(read_runs([path])))}
+@pytest.mark.parametrize("unmeasured", ["null", "0.0", "NaN"])
+def test_a_line_breaks_off_where_nothing_was_measured(tmp_path, unmeasured):
+    path = make_run(tmp_path / "a", "implicit", until=1)  # steps 2, 4, ... 22
+    with_residual(path, lambda step: unmeasured if step in (2, 10, 12) else None)
+    lines = figures_of(path)["backward_residual"].series
+    assert [[x for x, _ in line.points] for line in lines] == [[4, 6, 8], [14, 16, 18, 20, 22]]
+
+
+def test_one_measured_step_in_so_many_makes_one_line(tmp_path):
+    """As JFB and plain GDEQ are measured."""
+    path = make_run(tmp_path / "a", "jfb", until=4)
+    with_residual(path, lambda step: 0.5 if step % 10 == 0 else "null")
+    (line,) = figures_of(path)["backward_residual"].series
+    assert [x for x, _ in line.points] == [10, 20, 30, 40, 50, 60, 70, 80]
 
 
 def test_similarities_of_two_runs_are_not_pooled(tmp_path):
@@ -99,7 +103,8 @@ def test_similarities_of_two_runs_are_not_pooled(tmp_path):
         *("similarity_cosine", "similarity_error"),
         *("similarity_cosine_2", "similarity_error_2"),
     ]
-    (group,) = (g for g in found[0].groups if (g.method, g.epoch) == ("GDEQ refine 2", 4))
-    assert len(group.values("cosine")) == 8
-    assert group.median("vjps", ".3g") == "2"
-    assert 1.5e-7 <= found[0].exact_residual <= 3e-7
+    assert len(found[0].groups[4, "GDEQ refine 2"]) == 8
+    assert len(found[0].groups[1, "GDEQ"]) == 8
+    assert "solved to a residual of 3·10⁻⁷" in found[0].text or "2." in found[0].text
+    rows = [[cell.text for cell in row] for row in found[0].table.rows]
+    assert ["GDEQ refine 2", "4", "2", "8"] in [row[:4] for row in rows]

@@ -1,6 +1,5 @@
 """From run folders to the rows of the paper's Table 2."""
 
-import html
 import json
 import statistics
 
@@ -8,8 +7,9 @@ import pytest
 from report_runs import changed_summary, config, make_run
 
 from gdeq.lab import report
-from gdeq.lab.report import figures, formats, methods
-from gdeq.lab.report.rows import levels_reached, make_rows, moments
+from gdeq.lab.report import figures, methods, tables
+from gdeq.lab.report.page import levels_table
+from gdeq.lab.report.rows import make_rows
 from gdeq.lab.report.runs import read_run, read_runs
 
 
@@ -32,20 +32,15 @@ def test_seeds_share_a_row_and_give_mean_and_spread(tmp_path):
     assert row.without.mean == pytest.approx(statistics.fmean(values))
     assert row.without.spread == pytest.approx(statistics.stdev(values))
     assert row.pretrained.mean is None
-    assert "±" in row.without.text
     text = report.table(paths)
     assert "(3 seeds)" in text
     assert "deviation over seeds" in text
-    alone = only_row(paths[0]).without
-    assert (alone.spread, alone.behind) == (None, "1 run")
+    alone = only_row(paths[0]).without.cell()
+    assert alone.note == "1 run"
     assert "±" not in alone.text
-
-
-def test_a_seed_that_ran_twice_is_one_seed(tmp_path):
-    text = report.table([make_run(tmp_path / "a"), make_run(tmp_path / "b")])
-    assert "(2 runs, 1 seed)" in text
-    assert "deviation over runs, some of the same seed" in text
-    assert "over seeds" not in text
+    twice = report.table([paths[0], make_run(tmp_path / "again")])
+    assert "(2 runs, 1 seed)" in twice
+    assert "deviation over runs, some of the same seed" in twice
 
 
 def test_an_adaptive_run_has_a_row_and_a_name_of_its_own(tmp_path):
@@ -61,57 +56,73 @@ def test_an_adaptive_run_has_a_row_and_a_name_of_its_own(tmp_path):
     assert found["GDEQ"].without.seeds == 2
     assert set(found) == {"GDEQ", "GDEQ adaptive", "GDEQ adaptive · adapt.forward=0.3"}
     assert found["GDEQ adaptive"].without.seeds == 2  # gradient.refine is not read
-    assert "2 methods" in report.write(paths, tmp_path / "page").read_text()
 
 
 def test_unfinished_runs_are_marked_and_count_only_alone(tmp_path):
     done, half = make_run(tmp_path / "a"), make_run(tmp_path / "half", seed=1, until=3)
     assert only_row(done, half).without.mean == final(done)
     text = report.table([done, half])
-    assert "(1 run, 1†)" in text
+    assert "(1 run, 1 unfinished†)" in text
     assert "† unfinished, the latest figure: half (epoch 3 of 12, not counted)" in text
     row = only_row(half)
-    assert row.without.text.endswith("†")
-    assert row.without.behind == "epoch 3 of 12"
+    assert row.without.cell().text.endswith("†")
+    assert row.without.cell().note == "epoch 3 of 12"
     assert row.seconds == pytest.approx(3 * 22 * 0.1)
-
-
-def test_a_run_that_did_not_start_says_so(tmp_path):
-    path = make_run(tmp_path / "a", epochs=1, until=1)
-    (path / "metrics.jsonl").unlink()
-    (path / "environment.json").unlink()
-    text = report.table([path])
-    assert "GDEQ" in text
+    (half / "failed.json").write_text('{"steps": 44}')
+    assert "the loss became NaN after step 44" in report.table([half])
+    for name in ("metrics.jsonl", "environment.json", "failed.json"):
+        (half / name).unlink()
+    text = report.table([half])
     assert "† (not started)" in text
-    assert not any(wrong in text for wrong in ("0/1", "–†", "epoch 0"))
+    assert not any(wrong in text for wrong in ("–†", "epoch 0"))
 
 
 def test_speedup_is_the_ratio_of_seconds_per_step(tmp_path):
-    slow, fast = make_run(tmp_path / "i", "implicit", seconds=0.3), make_run(tmp_path / "g")
+    """Not timed in turns: of the whole training, with one slow step in a hundred."""
+    slow, fast = make_run(tmp_path / "i", "implicit", seconds=0.1), make_run(tmp_path / "g")
+    changed_summary(slow, train_seconds=1.5 * 0.1 * 12 * 22)
     rows = rows_of(slow, fast)
-    assert (rows["Implicit"].speedup, rows["GDEQ"].speedup) == pytest.approx((1, 3))
-    row = only_row(fast)
-    assert formats.speedup(row.speedup) == "–"  # without Implicit
-
-
-@pytest.mark.parametrize(("epochs", "told"), [(4, "2.16× (88 steps)"), (5, "2.16×  ")])
-def test_few_timed_steps_stand_beside_the_speed_up(tmp_path, epochs, told):
-    text = report.table([make_run(tmp_path / n, n, epochs=epochs) for n in ("implicit", "gdeq")])
-    assert told in text
-    assert ("fewer than 100 were timed" in text) == (epochs == 4)
-
-
-def test_a_speedup_that_is_not_the_ratio_of_ms_per_step_says_why(tmp_path):
-    """One slow step in a hundred: in the mean, not in the median."""
-    paths = [make_run(tmp_path / name, name, seconds=0.1) for name in ("implicit", "gdeq")]
-    changed_summary(paths[0], train_seconds=1.5 * 0.1 * 12 * 22)
-    rows = rows_of(*paths)
+    assert (rows["Implicit"].speedup, rows["GDEQ"].speedup) == pytest.approx((1, 1.5))
     assert rows["Implicit"].ms_per_step == rows["GDEQ"].ms_per_step
-    assert rows["GDEQ"].speedup == pytest.approx(1.5)
-    page = report.write(paths, tmp_path / "out").read_text()
-    for text in (report.table(paths), html.unescape(page)):
-        assert "time per step, mean over the whole training, divided by the method's" in text
-        assert "ms / step is the median" in text
+    text = report.table([slow, fast])
+    assert "time per step, mean over the whole training, divided by the method's" in text
+    assert "ms / step is the median" in text
+    assert only_row(fast).speed_cell(False).text == "–"  # without Implicit
+
+
+def test_times_taken_in_turns_come_before_those_of_the_trainings(tmp_path):
+    turns = {"implicit": [20.0, 44.0, 21.0, 20.0], "gdeq": [10.0, 20.0, 10.0, 10.0]}
+    paths = [make_run(tmp_path / n, n, turns=some) for n, some in turns.items()]
+    gdeq = rows_of(*paths)["GDEQ"]
+    assert gdeq.ratios == pytest.approx([2.0, 2.2, 2.1, 2.0])  # the busy turn is in both
+    assert gdeq.speed_cell(True) == ("2.05×", "2.00 to 2.12", True)
+    assert (gdeq.ms_per_step, gdeq.evals, gdeq.vjps) == (10.0, 9.5, "3")
+    text = report.table(paths)
+    assert text.splitlines()[0].split()[-8:] == [
+        "f",
+        "/",
+        "step",
+        "VJPs",
+        "/",
+        "step",
+        "Training",
+        "time",
+    ]
+    assert "timed in turns" in text
+    assert "busy" not in text
+    timing = json.loads((paths[0] / "timing.json").read_text())
+    (paths[0] / "timing.json").write_text(json.dumps(timing | {"waited": 0.4}))
+    assert "The machine was busy: 40% of the timing was spent waiting" in report.table(paths)
+    (paths[0] / "timing.json").write_text(json.dumps(timing | {"session": "another"}))
+    assert rows_of(*paths)["GDEQ"].ratios == pytest.approx([2.16])
+    (paths[0] / "timing.json").write_text('{"ms": ["x", null]}')  # damaged: as if not timed
+    assert rows_of(*paths)["Implicit"].ms_per_step == pytest.approx(216)
+
+
+@pytest.mark.parametrize(("epochs", "told"), [(4, "2.16× (88 steps timed)"), (5, "2.16×  ")])
+def test_few_timed_steps_stand_beside_the_speed_up(tmp_path, epochs, told):
+    paths = [make_run(tmp_path / n, n, epochs=epochs) for n in ("implicit", "gdeq")]
+    assert told in report.table(paths)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +159,7 @@ def test_different_experiments_are_not_averaged(tmp_path):
         *({"pretrain_steps": 50}, {"pretrain_steps": 70}),
     ]
     rows = rows_of(*(make_run(tmp_path / str(n), **own) for n, own in enumerate(changes)))
-    assert all(len(cell.runs) <= 1 for row in rows.values() for cell in row.cells)
+    assert all(len(some.runs) <= 1 for row in rows.values() for some in row.scores)
     # What a method does not read makes no new row.
     only_row(make_run(tmp_path / "a"), make_run(tmp_path / "b", gradient__steps=9, log_every=3))
 
@@ -194,24 +205,19 @@ def test_each_method_keeps_its_look_whoever_else_is_there():
 
 def test_a_torn_line_is_passed_over_and_a_damaged_one_is_told(tmp_path):
     torn = read_run(make_run(tmp_path / "a", until=5, torn=True))
-    assert torn.problems == ()
+    assert torn.problems == []
     assert 0 < torn.epochs_done < 5
     path = make_run(tmp_path / "b")
     lines = (path / "metrics.jsonl").read_text().splitlines()
     (path / "metrics.jsonl").write_text("\n".join([lines[0][:20], *lines[1:], lines[5]]))
     (path / "summary.json").write_text('{"test_acc')
     run = read_run(path)
-    assert run.problems == (
+    assert run.problems == [
         "1 damaged lines in metrics.jsonl were passed over",
         "summary.json is damaged and was passed over",
-    )
+    ]
     assert not run.finished
     assert [r["step"] for r in run.steps] == list(range(4, 12 * 22 + 1, 2))
-
-
-def test_nan_is_left_out(tmp_path):
-    path = changed_summary(make_run(tmp_path / "a"), test_accuracy=float("nan"))
-    assert only_row(path).without.text == "–"
 
 
 def test_names_tell_runs_apart_and_no_folder_counts_twice(tmp_path):
@@ -224,17 +230,16 @@ def test_moments_at_which_accuracies_are_passed(tmp_path):
     often = make_run(tmp_path / "often")
     seldom = make_run(tmp_path / "seldom", seed=1, test_every=10)
     row = only_row(often, seldom)
-    assert levels_reached([only_row(often)]) == [95, 96, 97]
-    assert [run.name for run in row.without.followed] == ["often"]
+    assert list(levels_table([only_row(often)]).columns) == ["Method", "95 %", "96 %", "97 %"]
     passed = [r["seconds"] for r in row.runs[0].epochs if r["test_accuracy"] >= 95]
-    assert moments(row.without.followed, 95) == passed[:1]
-    assert row.without.moment(99.9) == ("–", "")
+    assert row.without.moment(95).text == tables.duration(passed[0])
+    assert row.without.moment(99.9).text == "–"
     drawn = figures.make_figures([row])[0]
-    assert {line.run.name for line in drawn.lines} == {"often"}
+    assert {line.run.name for line in drawn.series} == {"often"}
     assert "tested less often are left out" in drawn.note
-    text, note = only_row(seldom).without.moment(95)
-    assert text.startswith("≤ ")
-    assert note == "tested every 10 epochs"
+    moment = only_row(seldom).without.moment(95)
+    assert moment.text.startswith("≤ ")
+    assert moment.note == "tested every 10 epochs"
 
 
 def test_the_terminal_table_is_aligned_and_plain(comparison, tmp_path):
@@ -245,9 +250,10 @@ def test_the_terminal_table_is_aligned_and_plain(comparison, tmp_path):
     assert [line.split()[0] for line in body] == ["Implicit", "JFB", "NPG", "GDEQ", "GDEQ"]
     assert "2.16×" in body[3]
     assert {line.index("×") for line in body} == {lines[0].index("Speed-up") + len("Speed-up") - 1}
-    assert "† unfinished" in text
     steering = make_run(tmp_path / "a", "\x1b[2J\nx")
     assert "\x1b" not in report.table([steering])
+    nan = changed_summary(make_run(tmp_path / "nan"), test_accuracy=float("nan"))
+    assert "accuracy" not in report.table([nan])  # no empty column
 
 
 SCIENTIFIC = {0.02: "0.02", 3e-7: "3·10⁻⁷", 1e-5: "10⁻⁵", 0: "0", 2.5e4: "2.5·10⁴", 250: "250"}
@@ -255,5 +261,6 @@ DURATION = {None: "–", 5.28: "5.28 s", 150: "150 s", 600: "10 min", 24120: "6.
 
 
 def test_numbers_are_short_and_durations_have_a_unit_that_fits():
-    assert {value: formats.scientific(value) for value in SCIENTIFIC} == SCIENTIFIC
-    assert {value: formats.duration(value) for value in DURATION} == DURATION
+    assert {value: tables.scientific(value) for value in SCIENTIFIC} == SCIENTIFIC
+    assert {value: tables.duration(value) for value in DURATION} == DURATION
+    assert [tables.listed("ABC"[:n]) for n in (1, 2, 3)] == ["A", "A and B", "A, B and C"]

@@ -20,7 +20,7 @@ from gdeq.lab import report
 from gdeq.lab.cli import app
 from gdeq.lab.tasks import registry
 from gdeq.lab.tasks.images import ImageConfig, Images
-from gdeq.lab.training import checkpoint, folder, runs, similarity
+from gdeq.lab.training import checkpoint, folder, runs, similarity, timing
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.config import meanings
 
@@ -392,6 +392,15 @@ def test_compare(gdeq, tmp_path):
         same = configs.replace(config, gradient__name="gdeq", pretrain_steps=0)
         assert same == configs.load("digits", settings, runs.GRADIENTS)
     assert all(word in said for word in ("Implicit", "JFB", "NPG", "GDEQ", "report: "))
+    # The four methods were timed in turns, with what a step of each costs.
+    timed = {p.parent.name: json.loads(p.read_text()) for p in out.glob("*/timing.json")}
+    assert set(timed) == {f"{name}-seed0" for name in runs.GRADIENTS}
+    assert len({told["session"] for told in timed.values()}) == 1
+    assert all(len(told["ms"]) >= timing.LEAST for told in timed.values())
+    assert [timed[f"{name}-seed0"]["vjps"] for name in ("jfb", "npg", "gdeq")] == [0, 4, 0]
+    assert 0 < timed["implicit-seed0"]["vjps"] <= 4
+    assert all(2 < told["evals"] <= 4 for told in timed.values())
+    assert "timed in turns" in said
     pages = list(out.glob("*.html"))
     assert len(pages) == 1
     assert str(pages[0]) in said  # on one line, however long

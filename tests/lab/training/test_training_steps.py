@@ -17,7 +17,7 @@ from gdeq.holding import VariationalDropout, hold
 from gdeq.lab import report
 from gdeq.lab.report.runs import read_run
 from gdeq.lab.training import config as configs
-from gdeq.lab.training import loop, optimization, process, progress, records, runs
+from gdeq.lab.training import loop, optimization, process, progress, records, runs, timing
 from gdeq.lab.training.folder import RunFolder
 from gdeq.lab.training.metrics import Sums
 from gdeq.solvers import Broyden
@@ -505,10 +505,11 @@ def test_a_backward_residual_that_is_not_measured_is_null(tmp_path, few_images, 
     runs.train(tmp_path / "run", configs.load("digits", [*TINY, "epochs=1", gradient]))
     lines = training_runs.metrics(tmp_path / "run")
     assert len(lines) == PER_EPOCH + 1
-    assert all(line["backward_residual"] is None for line in lines)
-    told = EventAccumulator(str(tmp_path / "run")).Reload().Tags()["scalars"]
-    assert {"step/residual", "epoch/residual"} <= set(told)
-    assert not [name for name in told if "backward" in name]
+    measured = [line["backward_residual"] is not None for line in lines if line["kind"] == "step"]
+    assert measured == [True, False, False]  # one in ten, from the first on
+    told = EventAccumulator(str(tmp_path / "run")).Reload()
+    steps = {n: len(told.Scalars(f"step/{n}")) for n in ("residual", "backward_residual")}
+    assert steps == {"residual": 3, "backward_residual": 1}
 
 
 def test_a_backward_residual_is_the_mean_of_what_was_measured(tmp_path, few_images):
@@ -597,6 +598,24 @@ def test_the_residual_is_measured_at_every_so_many_steps(trainer):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("gradient", ["jfb", "gdeq"])
+def test_a_gradient_without_vjps_is_measured_at_one_step_in_ten(trainer, gradient, monkeypatch):
+    """And trains as if it were not."""
+    results = []
+    for least in (loop.SELDOM, 10**6):
+        monkeypatch.setattr(loop, "SELDOM", least)
+        made = trainer(f"gradient={gradient}", "gradient.refine=0", "solver.tol=0")
+        batch = next(iter(made.train_batches.epoch(0)))[1]
+        seen = []
+        for made.step in range(1, 13):
+            made.one_step(*batch)
+            seen += [made.step - 1] * (made.model.deq.solution.backward.residual is not None)
+        assert seen == ([11] if least == 10 else [])
+        results.append([parameter.detach().clone() for parameter in made.model.parameters()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("every", [1, 2, 3, 10])
 def test_measured_steps_have_all_phases_of_a_penalty(trainer, every):
     made = trainer(f"measure_every={every}", "gradient.refine=1", "solver.tol=0")
@@ -625,3 +644,25 @@ def test_a_number_that_is_not_finite_is_in_its_own_window_alone():
     assert found == [math.inf, 0.5, 0.5]
     assert sums.read(CPU)["backward_residual"] == 0.5
     assert sums.read_since_look(CPU) is None  # nothing was measured since
+
+
+def test_steps_timed_in_turns(monkeypatch):
+    """One method after the other, again and again; what the first turn takes is not counted."""
+    now, order = [0.0], []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing, "_waiting", lambda: now[0] / 4)
+
+    def step(name, seconds):
+        def work():
+            order.append(name)
+            now[0] += seconds * (10 if len(order) <= 4 else 1)
+
+        return work
+
+    steps = {"a": step("a", 0.5), "b": step("b", 0.25)}
+    found, waited = timing.in_turns(steps, turns=3, each=2)
+    assert found == {"a": [500.0] * 3, "b": [250.0] * 3}
+    assert waited == pytest.approx(0.25)
+    assert "".join(order) == "bbaa" + "aabb" + "bbaa" + "aabb"
+    found, _ = timing.in_turns({"slow": step("a", 100.0)}, turns=12)
+    assert len(found["slow"]) == timing.LEAST  # no one waits for more

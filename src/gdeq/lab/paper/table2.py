@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from gdeq.lab.paper.plan import METHODS, title
-from gdeq.lab.paper.reading import NOT_YET, Made, markdown
-from gdeq.lab.report import recipes
-from gdeq.lab.report.formats import shown
-from gdeq.lab.report.rows import mean
-from gdeq.lab.report.runs import Run
+from gdeq.lab.paper.plan import title
+from gdeq.lab.report.methods import recipe, varying
+from gdeq.lab.report.rows import Repeats
+from gdeq.lab.report.runs import Run, mean
+from gdeq.lab.report.tables import NONE, Table, shown
 
+if TYPE_CHECKING:
+    from gdeq.lab.paper.collecting import Made
+
+NOT_YET = "not yet run"
 # Speed-up, accuracy without and with pre-training; 220 epochs on four RTX A6000.
 PAPER = {
     "implicit": (1.00, 91.64, 92.29),
@@ -20,8 +23,6 @@ PAPER = {
     "npg": (1.71, 93.42, 92.46),
     "gdeq": (2.16, 92.01, 93.08),
 }
-CSV_HEAD = ["gradient", "pretrain", "seed", "epochs", "test_accuracy", "ms_per_step"]
-CSV_HEAD += ["train_seconds"]
 READING = (
     "Test accuracy of the last epoch; mean ± standard deviation over seeds.  Speed-up: of "
     "the whole training, against Implicit with as much pre-training, of the runs whose "
@@ -32,121 +33,111 @@ READING = (
 )
 
 
-def in_table(made: Sequence[Made]) -> dict[str, list[Made]]:
-    """Row → its runs; the paper's four first, in its order."""
-    rows: dict[str, list[Made]] = {name: [] for name in METHODS}
-    for one in made:
-        if one.planned.group == "table2":
-            rows.setdefault(one.planned.row, []).append(one)
-    return rows
-
-
-def csv_lines(made: Sequence[Made]) -> list[list[object]]:
-    """Finished runs alone: the last epoch's accuracy, never a better one's."""
-    return [
-        [
-            *(row, str(one.planned.pretrain).lower(), one.planned.seed, one.run.epochs_done),
-            *(one.run.score, one.run.ms_per_step, one.run.seconds),
-        ]
-        for row, all_of in in_table(made).items()
-        for one in all_of
-        if one.run is not None and one.finished
-    ]
-
-
 @dataclass(frozen=True)
 class Column:
-    """One row's runs with, or without, pre-training."""
+    """One row's runs without, or with, pre-training; those that are finished count."""
 
-    made: list[Made]
+    planned: int
+    all: list[Run]
 
     @property
     def runs(self) -> list[Run]:
-        return [one.run for one in self.made if one.run is not None and one.finished]
+        return [run for run in self.all if run.finished]
 
     @property
     def accuracy(self) -> str:
-        """Mean ± standard deviation over seeds."""
-        found = [run.score for run in self.runs if run.score is not None]
-        if not found:
-            states = [one.state for one in self.made if one.state != NOT_YET]
-            return "; ".join(states) or (NOT_YET if self.made else "–")
-        text = f"{statistics.fmean(found):.2f}"
-        if len(found) > 1:
-            text += f" ± {statistics.stdev(found):.2f}"
-        many = f"{len(found)} of {len(self.made)}" if len(found) < len(self.made) else len(found)
+        if not self.runs:
+            told = "; ".join(run.progress for run in self.all)
+            return told or (NOT_YET if self.planned else NONE)
+        cell = Repeats(tuple(self.runs)).cell()
+        fewer = f" of {self.planned}" * (len(self.runs) < self.planned)
         # A seed that is left out of a mean for having diverged must be seen.
-        lost = sum(bool(one.failure) for one in self.made)
-        told = f", {lost} diverged" * (lost > 0)
-        return f"{text} ({many} seed{'s' * (len(self.made) > 1)}{told})"
+        lost = sum(run.failed is not None for run in self.all)
+        return f"{cell.text} ({cell.note}{fewer}{f', {lost} diverged' * (lost > 0)})"
 
     @property
     def seconds(self) -> float | None:
         return mean(run.seconds for run in self.runs)
 
-    @property
-    def ms(self) -> float | None:
-        return mean(run.ms_per_step for run in self.runs)
+
+Columns = Mapping[str, Sequence[Column]]  # row → without, with pre-training
 
 
-def text(made: Sequence[Made]) -> str:
-    rows = in_table(made)
-    columns = {
-        row: [Column([one for one in some if one.planned.pretrain == p]) for p in (False, True)]
-        for row, some in rows.items()
-    }
-    # All runs with an exact backward solve, and those of the paper's own row.
-    exact = [[run for pair in columns.values() for run in pair[p].runs if _exact(run)] for p in
-             (False, True)]  # fmt: skip
-    lines = []
-    for row, pair in columns.items():
-        speeds = [
-            _speed_up(pair[p].runs, exact[p], columns["implicit"][p].runs, row == "implicit")
-            for p in (False, True)
+def make_columns(rows: dict[str, list[Made]]) -> Columns:
+    return {
+        row: [
+            Column(len(some), [one.run for one in some if one.run])
+            for some in ([one for one in all_of if one.planned.pretrain == p] for p in (0, 1))
         ]
-        paper = PAPER.get(row)
-        lines.append(
-            [
-                title(row),
-                *(column.accuracy for column in pair),
-                shown(pair[0].ms or pair[1].ms, ".1f"),
-                *(shown(column.seconds, ".0f") for column in pair),
-                *speeds,
-                f"{paper[1]:.2f} / {paper[2]:.2f}" if paper else "–",
-                f"{paper[0]:.2f}×" if paper else "–",
-            ]
-        )
-    head = ["Method", "Accuracy %", "pre-trained", "ms / step", "Training s", "pre-trained"]
-    head += ["Speed-up", "pre-trained", "Paper's accuracy", "Paper's speed-up"]
-    return "\n".join(["# Table 2\n", markdown(head, lines), READING, *_recipe_notes(rows)])
+        for row, all_of in rows.items()
+    }
 
 
-def _exact(run: Run) -> bool:
-    return str(run.gradient.get("name")).lower() == "implicit"
+def csv_lines(columns: Columns) -> tuple[list[str], list[list[object]]]:
+    """Finished runs alone: the last epoch's accuracy, never a better one's."""
+    head = ["gradient", "pretrain", "seed", "epochs", "test_accuracy", "ms_per_step"]
+    return [*head, "train_seconds"], [
+        [
+            *(row, str(run.pretrained).lower(), run.seed, run.epochs_done),
+            *(run.score, run.ms_per_step, run.seconds),
+        ]
+        for row, pair in columns.items()
+        for column in pair
+        for run in column.runs
+    ]
 
 
-def _speed_up(own: list[Run], exact: list[Run], implicit: list[Run], is_implicit: bool) -> str:
+def text(columns: Columns) -> str:
+    pairs = columns.values()
+    paper = [PAPER.get(row) for row in columns]
+    without, with_ = ([pair[p] for pair in pairs] for p in (0, 1))
+    speeds = [[_speed_up(columns, row, p) for row in columns] for p in (0, 1)]
+    ms = (mean(run.ms_per_step for run in pair[0].runs or pair[1].runs) for pair in pairs)
+    table = Table.of(
+        {
+            "Method": [title(row) for row in columns],
+            "Accuracy %": [column.accuracy for column in without],
+            "pre-trained %": [column.accuracy for column in with_],
+            "ms / step": [shown(value, ".1f") for value in ms],
+            "Training s": [shown(column.seconds, ".0f") for column in without],
+            "pre-trained s": [shown(column.seconds, ".0f") for column in with_],
+            "Speed-up": speeds[0],
+            "pre-trained speed-up": speeds[1],
+            "Paper's accuracy": [f"{own[1]:.2f} / {own[2]:.2f}" if own else NONE for own in paper],
+            "Paper's speed-up": [f"{own[0]:.2f}×" if own else NONE for own in paper],
+        }
+    )
+    return "\n".join(["# Table 2\n", table.markdown(), READING, *_notes(columns)])
+
+
+def _speed_up(columns: Columns, row: str, which: int) -> str:
     """Of runs of one revision where there are some, else (~) against the paper's row."""
-    if is_implicit and own:
+    own = columns[row][which].runs
+    if row == "implicit" and own:
         return "1.00×"
+    exact = [r for pair in columns.values() for r in pair[which].runs if _is_exact(r)]
     shared = {_revision(run) for run in exact} & {_revision(run) for run in own} - {None}
     slow, fast = ([r for r in some if _revision(r) in shared] for some in (exact, own))
     if not shared:
-        slow, fast = implicit, own
+        slow, fast = columns["implicit"][which].runs, own
     times = [mean(run.seconds for run in some) for some in (slow, fast)]
     if not times[0] or not times[1]:
-        return "–"
+        return NONE
     return ("" if shared else "~ ") + f"{times[0] / times[1]:.2f}×"
+
+
+def _is_exact(run: Run) -> bool:
+    return str(run.gradient.get("name")).lower() == "implicit"
 
 
 def _revision(run: Run) -> str | None:
     return run.environment.get("revision")
 
 
-def _recipe_notes(rows: dict[str, list[Made]]) -> list[str]:
+def _notes(columns: Columns) -> list[str]:
     """One table wants one recipe: what is not the same in all its runs is named."""
     runs = [
-        (row, one.run) for row, some in rows.items() for one in some if one.run and one.finished
+        (title(row), run) for row, pair in columns.items() for some in pair for run in some.runs
     ]
     if not runs:
         return []
@@ -157,14 +148,13 @@ def _recipe_notes(rows: dict[str, list[Made]]) -> list[str]:
     if len(revisions) > 1:  # times, and ratios of times, are of the code that was timed
         told = "; ".join(f"{revision}: {', '.join(names)}" for revision, names in revisions.items())
         notes.append(f"**Of different revisions of the code**, whose times differ ({told}).\n")
-    kept = [(title(row), recipes.recipe(run)) for row, run in runs]
-    for key in recipes.varying([own for _, own in kept]):
-        if key.startswith("gradient"):
-            continue
+    kept = [(row, recipe(run)) for row, run in runs]
+    for key in varying([own for _, own in kept]):
         values = _grouped((own[key], row) for row, own in kept if key in own)
         # Some titles have commas.
         told = "; ".join(f"{value} ({' / '.join(names)})" for value, names in values.items())
-        notes.append(f"Not the same in all rows: {key} = {told}.\n")
+        if not key.startswith("gradient"):
+            notes.append(f"Not the same in all rows: {key} = {told}.\n")
     return notes
 
 

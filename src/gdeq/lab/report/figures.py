@@ -1,23 +1,41 @@
-"""From runs to what is plotted: lines and boxes, with the sentence that explains them."""
+"""What is plotted, with the sentence that explains it; by matplotlib, as PNG and SVG."""
 
 from __future__ import annotations
 
+import io
+import math
 import statistics
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gdeq.lab.report import formats
+from gdeq.lab.report.methods import Look
 from gdeq.lab.report.rows import Row, metric_of
-from gdeq.lab.report.runs import Run, number
+from gdeq.lab.report.runs import Points, Run, number
+from gdeq.lab.report.tables import scientific, time_unit
 
-Points = list[tuple[float, float]]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 MOST_POINTS = 60  # of one line: more is noise in which the lines drown
+INK = "#23282f"
+WIDTH = 4.4  # inches of 72 points: text stays readable where a phone shows it in 340 pixels
+SETTINGS: Any = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "gdeq",  # the same runs give the same file
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
+    "font.size": 10.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+}
 
 
-@dataclass(frozen=True)
-class Line:
-    """One run."""
+class Series(NamedTuple):
+    """One method's points in one run."""
 
     label: str
     run: Run
@@ -25,44 +43,29 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Box:
-    """One method at one epoch: a value for each mini-batch."""
-
-    label: str
-    epoch: int
-    values: list[float]
-
-
-@dataclass(frozen=True)
 class Figure:
-    """What is drawn: lines or boxes, never both."""
-
     name: str
     title: str
     note: str
     x: str
     y: str
-    lines: tuple[Line, ...] = ()
-    boxes: tuple[Box, ...] = ()
+    columns: tuple[str, str]  # of the CSV
+    series: tuple[Series, ...]
+    boxes: bool = False  # a box for all points of a method with the same x, in place of a line
     log: bool = False
     unit: float = 1.0  # x is divided by it in the picture, not in the CSV
-    columns: tuple[str, str] = ("x", "y")
     bottom: float | None = None  # where y begins, if not with the lowest value
 
     @property
     def labels(self) -> list[str]:
-        lines, boxes = ([mark.label for mark in marks] for marks in (self.lines, self.boxes))
-        return list(dict.fromkeys([*lines, *boxes]))
+        return list(dict.fromkeys(one.label for one in self.series))
 
     def csv_lines(self) -> tuple[list[str], list[list[object]]]:
         """Head and lines of the figure's data."""
-        if self.boxes:
-            head = ["method", "epoch", self.columns[1]]
-            return head, [[box.label, box.epoch, v] for box in self.boxes for v in box.values]
         return ["method", "pretrain", "seed", "run", *self.columns], [
-            [line.label, line.run.pretrained, line.run.seed, line.run.name, x, y]
-            for line in self.lines
-            for x, y in line.points
+            [one.label, one.run.pretrained, one.run.seed, one.run.name, x, y]
+            for one in self.series
+            for x, y in one.points
         ]
 
 
@@ -82,68 +85,58 @@ OVER_TRAINING = (
     ),
     (
         *("backward_residual", "Backward residual", "‖(I − Jᵀ)w − v‖ / ‖v‖"),
-        "How well each method solves the adjoint equation, where the run measured it: 0 is the "
-        "exact gradient. A smaller residual need not be a better gradient where f is hard. Methods "
-        "that do not measure it have no line; gaps are where a run did not measure.",
+        "How well each method solves the adjoint equation, at the steps where the run measured it: "
+        "0 is the exact gradient. Where f is hard, a smaller residual need not be a better "
+        "gradient.",
         True,
     ),
 )
 
 
-def make_figures(rows: list[Row]) -> list[Figure]:
-    """All for which there is something to show."""
-    found = [_against_time(rows), _against_epochs(rows)]
+def make_figures(rows: Sequence[Row]) -> list[Figure]:
+    """All for which there is something to show: of the metric, then of the solver."""
+    found = [_metric(rows, "seconds"), _metric(rows, "epoch")]
     found += [_over_training(rows, *settings) for settings in OVER_TRAINING]
-    return [figure for figure in found if figure.lines]
+    return [figure for figure in found if figure.series]
 
 
-def _curves(rows: list[Row], x: str) -> tuple[Line, ...]:
-    cells = ((row, cell) for row in rows for cell in row.cells)
-    lines = (Line(row.label, run, run.curve(x)) for row, cell in cells for run in cell.followed)
-    return tuple(line for line in lines if line.points)
-
-
-def _against_time(rows: list[Row]) -> Figure:
-    lines = _curves(rows, "seconds")
+def _metric(rows: Sequence[Row], x: str) -> Figure:
+    followed = [(row.label, run) for row in rows for some in row.scores for run in some.followed]
+    lines = tuple(Series(label, run, run.curve(x)) for label, run in followed if run.curve(x))
     metric = metric_of(rows)
-    many = sum(bool(run.curve("seconds")) for row in rows for run in row.runs)
-    bottom = floor(lines)
-    longest = max((x for line in lines for x, _ in line.points), default=0.0)
-    unit, name = formats.time_unit(longest)
-    better = "higher" if metric.higher_is_better else "lower"
-    return Figure(
-        f"{metric.slug}_time",
-        f"{metric.title.capitalize()} against training time",
-        f"The paper’s convergence figure: further left is faster, {better} is better. One line for "
-        "each run; the clock stands still during tests."
-        + (" Repeats that were tested less often are left out." if len(lines) < many else "")
-        + ("" if bottom is None else " The first epochs lie below the axis."),
-        f"training time ({name})",
-        metric.title,
-        lines,
-        unit=unit,
-        columns=("seconds", metric.key),
-        bottom=bottom,
-    )
-
-
-def _against_epochs(rows: list[Row]) -> Figure:
-    lines = _curves(rows, "epoch")
-    metric = metric_of(rows)
-    return Figure(
-        f"{metric.slug}_epochs",
-        f"{metric.title.capitalize()} against epochs",
+    note = (
         "The same runs without the clock: where one of the same length and rate is worse here, its "
-        "gradient teaches less per step, however fast it is.",
-        "epoch",
-        metric.title,
-        lines,
-        columns=("epoch", metric.key),
-        bottom=floor(lines),
+        "gradient teaches less per step, however fast it is."
     )
+    if x == "seconds":
+        better = "higher" if metric.higher_is_better else "lower"
+        note = (
+            f"The paper’s convergence figure: further left is faster, {better} is better. One line "
+            "for each run; the clock stands still during tests."
+        )
+        if len(lines) < sum(bool(run.curve(x)) for row in rows for run in row.runs):
+            note += " Repeats that were tested less often are left out."
+    return against(x, metric.title, metric.key, lines, f"{metric.slug}_{_AXES[x][0]}", note)
 
 
-def floor(lines: tuple[Line, ...]) -> float | None:
+_AXES = {"seconds": ("time", "training time"), "epoch": ("epochs", "epochs")}
+
+
+def against(
+    x: str, y: str, key: str, lines: tuple[Series, ...], name: str, note: str = ""
+) -> Figure:
+    """A metric against seconds or epochs."""
+    longest = max((at for line in lines for at, _ in line.points), default=0.0)
+    unit, seconds = time_unit(longest) if x == "seconds" else (1.0, "")
+    bottom = floor(lines)
+    if bottom is not None:
+        note += " The first epochs lie below the axis."
+    label = f"training time ({seconds})" if seconds else "epoch"
+    title = f"{y.capitalize()} against {_AXES[x][1]}"
+    return Figure(name, title, note, label, y, (x, key), lines, unit=unit, bottom=bottom)
+
+
+def floor(lines: Sequence[Series]) -> float | None:
     """Where an axis of accuracies begins: a long run's first epochs would flatten all others.
 
     Where each run ends is always on it, however low.
@@ -160,27 +153,33 @@ def floor(lines: tuple[Line, ...]) -> float | None:
     return bottom if any(value < bottom for curve in curves for value in curve) else None
 
 
-def _over_training(rows: list[Row], key: str, title: str, y: str, note: str, log: bool) -> Figure:
+def _over_training(
+    rows: Sequence[Row], key: str, title: str, y: str, note: str, log: bool
+) -> Figure:
     lines = tuple(
-        Line(row.label, run, thinned(points))
+        Series(row.label, run, thinned(points))
         for row in rows
         for run in row.runs
         for points in _stretches(run, key)
     )
     if any(line.run.pretrained for line in lines):
         note += " The first steps of a dashed line are its pre-training, which unrolls f instead."
-    return Figure(key, title, note, "training step", y, lines, log=log, columns=("step", key))
+    return Figure(key, title, note, "training step", y, ("step", key), lines, log=log)
 
 
 def _stretches(run: Run, key: str) -> Iterator[Points]:
-    """A run's values, broken off where none was measured: a line across would claim one.
+    """A run's values, broken off where none was measured for far longer than usual.
 
     Zeros are left out too: a logarithmic axis has no place for them.
     """
-    pairs = [(number(r.get("step")), number(r.get(key))) for r in run.steps]
-    for measured, part in groupby(pairs, key=lambda pair: bool(pair[1] and pair[1] > 0)):
-        if measured:
-            yield [(s, v) for s, v in part if s is not None and v is not None]
+    pairs = ((number(r.get("step")), number(r.get(key))) for r in run.steps)
+    points = [(s, v) for s, v in pairs if s is not None and v]
+    usual = statistics.median(b[0] - a[0] for a, b in pairwise(points)) if points[1:] else 0.0
+    begin = 0
+    for index in range(1, len(points) + 1):
+        if index == len(points) or points[index][0] - points[index - 1][0] > 1.9 * usual:
+            yield points[begin:index]
+            begin = index
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
@@ -188,8 +187,115 @@ def thinned(points: Points, most: int = MOST_POINTS) -> Points:
     if len(points) <= most:
         return points
     cuts = [index * len(points) // most for index in range(most + 1)]
-    parts = [points[start:stop] for start, stop in pairwise(cuts)]
-    return [
-        (statistics.median(x for x, _ in part), statistics.median(y for _, y in part))
-        for part in parts
-    ]
+    columns = (zip(*points[start:stop], strict=True) for start, stop in pairwise(cuts))
+    return [(statistics.median(x), statistics.median(y)) for x, y in columns]
+
+
+def draw(figure: Figure, looks: Mapping[str, Look]) -> tuple[bytes, bytes]:
+    """As PNG for papers, and as SVG for the page."""
+    import matplotlib as mpl  # slow to import  # noqa: PLC0415
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+    from matplotlib.figure import Figure as Canvas  # noqa: PLC0415
+
+    with mpl.rc_context(SETTINGS), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a name in another script
+        handles = _handles(figure, looks)
+        lengths = [6 * len(handle.get_label()) + 38 for handle in handles]  # points, about
+        across = max(1, int(WIDTH * 72 / max(lengths)))
+        across = len(lengths) if sum(lengths) < WIDTH * 72 else across
+        height = 2.9 + 0.23 * math.ceil(len(handles) / across)
+        canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
+        FigureCanvasAgg(canvas)
+        axes = canvas.add_subplot()
+        axes.set(xlabel=figure.x, ylabel=figure.y, yscale="log" if figure.log else "linear")
+        axes.grid(axis="y", color=INK, alpha=0.15, linewidth=0.8)
+        axes.set_axisbelow(True)
+        (_draw_boxes if figure.boxes else _draw_lines)(axes, figure, looks)
+        if figure.log:
+            _log_ticks(axes)
+        canvas.legend(
+            handles=handles, loc="outside lower center", ncols=across, frameon=False,
+            columnspacing=1.2, handlelength=1.6,
+        )  # fmt: skip
+        png, svg = io.BytesIO(), io.BytesIO()
+        canvas.savefig(png, format="png", dpi=170, facecolor="white")
+        canvas.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    return png.getvalue(), svg.getvalue()
+
+
+def _draw_lines(axes: Axes, figure: Figure, looks: Mapping[str, Look]) -> None:
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415
+
+    for line in figure.series:
+        many = len(line.points)
+        axes.plot(
+            [x / figure.unit for x, _ in line.points],
+            [y for _, y in line.points],
+            color=looks[line.label].colour,
+            linestyle="--" if line.run.pretrained else "-",
+            linewidth=1.3 if len(figure.series) <= 8 else 0.9,
+            marker=looks[line.label].marker,
+            markersize=4,
+            markevery=1 if many <= 12 else (many // 10, many // 5),
+        )
+    if figure.columns[0] == "epoch":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if figure.bottom is not None:
+        best = max(y for line in figure.series for _, y in line.points)
+        axes.set_ylim(figure.bottom, best + 0.06 * (best - figure.bottom))
+
+
+def _draw_boxes(axes: Axes, figure: Figure, looks: Mapping[str, Look]) -> None:
+    epochs = sorted({x for one in figure.series for x, _ in one.points})
+    room = 0.8 / len(figure.series)
+    for index, one in enumerate(figure.series):
+        colour, marker = looks[one.label]
+        plain: Any = {"color": colour}
+        for epoch in sorted({x for x, _ in one.points}):
+            place = epochs.index(epoch) + (index - (len(figure.series) - 1) / 2) * room
+            values = [y for x, y in one.points if x == epoch]
+            axes.boxplot(
+                [values],
+                positions=[place],
+                widths=room * 0.8,
+                whis=(0, 100),
+                manage_ticks=False,
+                patch_artist=True,
+                boxprops={"facecolor": colour, "alpha": 0.45, "edgecolor": colour},
+                medianprops={**plain, "linewidth": 2.0},
+                whiskerprops=plain,
+                capprops=plain,
+            )
+            axes.plot(place, statistics.median(values), marker=marker, markersize=3.5, **plain)
+    axes.set_xticks(range(len(epochs)), [f"{epoch:.0f}" for epoch in epochs])
+    axes.set_xlim(-0.5, len(epochs) - 0.5)
+
+
+def _log_ticks(axes: Axes) -> None:
+    """Numbers enough to read a value by, also where the axis spans no whole decade."""
+    from matplotlib import ticker  # noqa: PLC0415
+
+    low, high = axes.get_ylim()
+    decades = math.log10(high / low)
+    if decades < 0.8:
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 5, 10]))
+    elif decades < 2:
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda y, _: scientific(y)))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _handles(figure: Figure, looks: Mapping[str, Look]) -> list[Any]:
+    """The legend: a line for each method, and what a dashed one means if there is any."""
+    from matplotlib.lines import Line2D  # noqa: PLC0415
+
+    handles = []
+    for name in figure.labels:
+        shown = name if len(name) <= 44 else name[:43] + "…"
+        colour, marker = looks[name]
+        # Matplotlib leaves out what begins with an underscore.
+        handles.append(Line2D([], [], color=colour, marker=marker, label=f"\u200b{shown}"))
+    if any(one.run.pretrained for one in figure.series) and not figure.boxes:
+        handles.append(Line2D([], [], color=INK, label="without pre-training"))
+        handles.append(Line2D([], [], color=INK, linestyle="--", label="with pre-training"))
+    return handles

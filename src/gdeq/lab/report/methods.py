@@ -1,56 +1,55 @@
-"""What a gradient method is called, what it costs, and its colour on every figure."""
+"""Which runs are repeats of one another, what their method is called, and its colour."""
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from gdeq.lab.report.runs import Record, Run, number
 from gdeq.options import count
 
+Recipe = dict[str, str]
+
 # In the order of the paper's Table 2.
-TITLES = {
-    "implicit": "Implicit",
-    "jfb": "JFB",
-    "npg": "NPG",
-    "gdeq": "GDEQ",
-    "unrolled": "Unrolled",
-}
-# The settings that each of them reads, and of these the ones that its label tells.
-USED = {
-    "implicit": ("solver", "max_iter", "tol"),
-    "jfb": ("refine",),
-    "npg": ("steps", "damping"),
-    "gdeq": ("refine", "tolerance", "max_refine"),
-    "unrolled": ("steps", "damping"),
-}
-TOLD = ("solver", "max_iter", "steps", "damping", "refine", "tolerance")
+TITLES = {"implicit": "Implicit", "jfb": "JFB", "npg": "NPG", "gdeq": "GDEQ"}
+TITLES |= {"unrolled": "Unrolled"}
+# The settings a method reads that its label does not tell.
+UNTOLD = {"implicit": ("tol",), "jfb": (), "npg": (), "gdeq": ("max_refine",), "unrolled": ()}
+# These make no other experiment: repeats, columns of the table, housekeeping.
+ASIDE = {"seed", "device", "pretrain_steps", "pretrain_layers", "adapt.enabled"}
+ASIDE |= {"measure_every", "log_every", "test_every", "checkpoint_seconds", "snapshots"}
+# Times are compared only where all of these agree.
+WORKLOAD = ("task", "data", "model.size", "batch_size", "precision", "device", "processes")
+TOLD_AT_MOST = 3
 
 
 def label(gradient: Record) -> str:
-    """The paper's name where the settings are the paper's, else what is different."""
+    """The paper's name where the settings are the paper's, else with what is different."""
     name = str(gradient.get("name")).lower()
     title = TITLES.get(name, str(gradient.get("name")))
-    steps, damping = gradient.get("steps", 5), gradient.get("damping", 0.5)
     if name == "gdeq" and gradient.get("tolerance") is not None:
         return f"{title} tolerance {gradient['tolerance']}"
     if name in ("gdeq", "jfb") and gradient.get("refine"):
         return f"{title} refine {gradient['refine']}"
     if name == "implicit":
-        solver, limit = gradient.get("solver", "broyden"), gradient.get("max_iter", 20)
-        usual = (solver, limit) == ("broyden", 20)
-        return title if usual else f"{title} ({solver}, {count(limit, 'step')})"
-    if name in ("npg", "unrolled") and (steps, damping) != (5, 0.5):
-        return f"{title} ({count(steps, 'step')}, damping {damping})"
+        chosen = gradient.get("solver", "broyden"), gradient.get("max_iter", 20)
+        usual = chosen == ("broyden", 20)
+        return title if usual else f"{title} ({chosen[0]}, {count(chosen[1], 'step')})"
+    if name in ("npg", "unrolled"):
+        steps, damping = gradient.get("steps", 5), gradient.get("damping", 0.5)
+        usual = (steps, damping) == (5, 0.5)
+        return title if usual else f"{title} ({count(steps, 'step')}, damping {damping})"
     return title
 
 
 def label_of(run: Run) -> str:
     if not run.adaptive:
         return label(run.gradient)
-    return f"{label({**run.gradient, 'refine': 0})} adaptive"  # how much is what was adapted
+    return f"{label({**run.gradient, 'refine': 0})} adaptive"  # the refinement is what is adapted
 
 
 def vjps(gradient: Record) -> str:
@@ -62,9 +61,7 @@ def vjps(gradient: Record) -> str:
         return f"≤ {int(number(gradient.get('max_iter')) or 20) + 1}"
     if name == "gdeq" and gradient.get("tolerance") is not None:  # and one more to fall back
         return f"≤ {int(number(gradient.get('max_refine')) or 10) + 2}"
-    if name in ("gdeq", "jfb"):
-        return str(int(number(gradient.get("refine")) or 0))
-    return "–"
+    return str(int(number(gradient.get("refine")) or 0)) if name in ("gdeq", "jfb") else "–"
 
 
 def rank(name: str) -> list[tuple[int, str]]:
@@ -75,6 +72,73 @@ def rank(name: str) -> list[tuple[int, str]]:
     # "·" sorts behind every letter; a variant of GDEQ stands before "GDEQ refine 1".
     parts = re.split(r"(\d+)", name.replace("·", " "))
     return [(place, ""), *((int(p), "") if p.isdecimal() else (-1, p) for p in parts)]
+
+
+def flatten(settings: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings under dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        nested = isinstance(value, dict)
+        flat |= flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
+
+
+def recipe(run: Run) -> Recipe:
+    """What must agree for two runs to be repeats, beside the method's label."""
+    unread = ["gradient"] + ["adapt."] * (not run.adaptive)
+    unread += ["solver.max_iter"] * run.adaptive  # `adapt.steps` takes its place
+    if flatten(run.config).get("solver.name") != "broyden":
+        unread.append("solver.step_bits")
+    kept = {
+        key: str(value)
+        for key, value in flatten(run.config).items()
+        if key not in ASIDE and not key.startswith(tuple(unread))
+    }
+    name = str(run.gradient.get("name")).lower()
+    read = UNTOLD.get(name, tuple(key for key in run.gradient if key != "name"))
+    kept |= {f"gradient.{key}": str(run.gradient[key]) for key in read if key in run.gradient}
+    processes = run.summary.get("processes")
+    facts = {"device": run.device, "processes": processes}
+    return kept | {key: str(value) for key, value in facts.items() if value is not None}
+
+
+def agree(one: Recipe, other: Recipe, keys: Iterable[str]) -> bool:
+    """Equal where both say something; an unfinished run does not say everything."""
+    return all(one[key] == other[key] for key in keys if key in one and key in other)
+
+
+def varying(settings: list[Recipe]) -> list[str]:
+    """The keys under which not all of those that have them hold the same."""
+    keys = dict.fromkeys(key for kept in settings for key in kept)
+    return [key for key in keys if len({kept[key] for kept in settings if key in kept}) > 1]
+
+
+def row_labels(runs: list[Run]) -> tuple[dict[Path, str], str]:
+    """Run → its method, with the settings by which it differs from most others; and those."""
+    recipes = {run.path: recipe(run) for run in runs}
+    for run in runs:
+        if run.pretrained:  # one column for all of it, so two lengths of it need two rows
+            for key in ("pretrain_steps", "pretrain_layers"):
+                recipes[run.path][key] = str(run.config.get(key))
+    usual: Recipe = {}
+    keys = varying(list(recipes.values()))
+    for key in keys:
+        values = [own[key] for own in recipes.values() if key in own]
+        ((most, many),) = Counter(values).most_common(1)
+        usual |= {key: most} if many > len(values) / 2 else {}
+    labels: dict[Path, str] = {}
+    seen: dict[str, list[list[str]]] = {}
+    for run in runs:
+        told = recipes[run.path]
+        own = [f"{k}={told[k]}" for k in keys if k in told and usual.get(k) != told[k]]
+        name = label_of(run) + " · " * bool(own) + ", ".join(own[:TOLD_AT_MOST])
+        if len(own) > TOLD_AT_MOST:
+            name += f" and {len(own) - TOLD_AT_MOST} more"
+        alike = seen.setdefault(name, [])  # recipes whose labels read alike after the cut
+        if own not in alike:
+            alike.append(own)
+        labels[run.path] = f"{name} #{alike.index(own) + 1}" if alike.index(own) else name
+    return labels, ", ".join(f"{key}={value}" for key, value in usual.items())
 
 
 class Look(NamedTuple):

@@ -1,204 +1,163 @@
-"""The paper's Table 2 from runs: one row for each method under each recipe, and its wording."""
+"""The paper's Table 2 from runs: one row for each method under each recipe."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 
-from gdeq.lab.report import formats, methods, recipes
-from gdeq.lab.report.runs import Metric, Run, number
+from gdeq.lab.report import methods
+from gdeq.lab.report.runs import Metric, Run, mean, number
+from gdeq.lab.report.tables import NONE, Cell, duration, milliseconds, shown
 from gdeq.options import count
 
-# Accuracies, in per cent, whose first passing is worth a time.
-LEVELS = (50, 60, 70, 80, 85, 90, 92, 93, 94, 95, 96, 97, 98, 99)
+UNFINISHED = "†"
 FEW_STEPS = 100  # timed: below this a speed-up is said to rest on few
 
 
-@dataclass(frozen=True)
-class Cell:
+class Repeats:
     """What repeats scored.  Unfinished runs count only where no other is there."""
 
-    runs: tuple[Run, ...]
+    def __init__(self, runs: Iterable[Run]) -> None:
+        self.runs = list(runs)
+        self.finished = any(run.finished for run in self.runs)
+        self.unfinished = [run for run in self.runs if not run.finished]
+        self.counted = [r for r in self.runs if r.finished == self.finished and r.score is not None]
+        self.values = [run.score for run in self.counted if run.score is not None]
+        self.seeds = len({str(run.seed) for run in self.counted})
+        self.mean = mean(self.values)
+        self.final = self.mean if self.finished else None  # of whole runs alone
+        self.spread = statistics.stdev(self.values) if len(self.values) > 1 else None
+        # Those tested most often: of the others it is less known when they passed a level.
+        often = min((run.test_every for run in self.runs), default=1)
+        self.followed = [run for run in self.runs if run.test_every == often]
 
-    @property
-    def finished(self) -> bool:
-        return any(run.finished for run in self.runs)
-
-    @property
-    def counted(self) -> list[Run]:
-        return [r for r in self.runs if r.finished == self.finished and r.score is not None]
-
-    @property
-    def values(self) -> list[float]:
-        return [run.score for run in self.counted if run.score is not None]
-
-    @property
-    def mean(self) -> float | None:
-        return mean(self.values)
-
-    @property
-    def spread(self) -> float | None:
-        """Sample standard deviation, from two runs on."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
-
-    @property
-    def seeds(self) -> int:
-        return len({str(run.seed) for run in self.counted})
-
-    @property
-    def unfinished(self) -> list[Run]:
-        return [run for run in self.runs if not run.finished]
-
-    @property
-    def test_every(self) -> int:
-        """Epochs from test to test, where they are fewest."""
-        return min((run.test_every for run in self.runs), default=1)
-
-    @property
-    def followed(self) -> list[Run]:
-        """Those tested most often: of the others it is less known when they passed a level."""
-        return [run for run in self.runs if run.test_every == self.test_every]
-
-    @property
-    def text(self) -> str:
-        """Mean ± spread, marked if no run is whole."""
+    def cell(self, best: bool = False) -> Cell:
+        """Mean ± spread, and how many runs stand behind it."""
+        if not self.runs:
+            return Cell(NONE)
+        if not self.finished:
+            behind = ", ".join(dict.fromkeys(run.progress for run in self.runs))
+        else:  # seeds are named only where they differ or are fewer than the runs
+            seeds, runs, left = self.seeds, len(self.counted), len(self.unfinished)
+            behind = count(seeds, "seed") if runs == seeds > 1 else count(runs, "run")
+            behind += f", {count(seeds, 'seed')}" if runs != seeds else ""
+            behind += f", {left} unfinished{UNFINISHED}" if left else ""
         if self.mean is None:
-            return formats.NONE if self.finished or not self.runs else formats.UNFINISHED
+            return Cell(NONE if self.finished else UNFINISHED, behind)
         metric = self.runs[0].metric
         text = metric.text(self.mean)
-        if self.spread is not None:
-            text += f" ± {metric.text(self.spread)}"
-        return text if self.finished else text + formats.UNFINISHED
+        text += "" if self.spread is None else f" ± {metric.text(self.spread)}"
+        return Cell(text + UNFINISHED * (not self.finished), behind, best)
 
-    @property
-    def behind(self) -> str:
-        """How many runs stand behind the mean, and how far they are if not to the end.
-
-        Seeds are named only where they differ or where they are fewer than the runs.
-        """
-        if not self.runs:
-            return ""
-        if not self.finished:
-            return ", ".join(dict.fromkeys(run.progress for run in self.runs))
-        seeds, runs, left = self.seeds, len(self.counted), len(self.unfinished)
-        text = count(seeds, "seed") if runs == seeds > 1 else count(runs, "run")
-        if runs != seeds:
-            text += f", {count(seeds, 'seed')}"
-        return f"{text}, {left} unfinished{formats.UNFINISHED}" if left else text
-
-    @property
-    def final(self) -> float | None:
-        """The mean, of whole runs alone."""
-        return self.mean if self.finished else None
-
-    def moment(self, level: float) -> tuple[str, str]:
-        """When a test first passed a level, in the mean; and a note on what that rests on."""
-        found, many, every = moments(self.followed, level), len(self.followed), self.test_every
-        if not found:
-            return formats.NONE, ""
-        notes = [f"{len(found)} of {count(many, 'run')}"] if len(found) < many else []
+    def moment(self, level: float) -> Cell:
+        """When a test first passed a level, in the mean; and what that rests on."""
+        passed = [
+            times[0]
+            for run in self.followed
+            if (times := [at for at, value in run.curve("seconds") if value >= level])
+        ]
+        if not passed:
+            return Cell(NONE)
+        many, every = len(self.followed), self.followed[0].test_every
+        notes = [f"{len(passed)} of {count(many, 'run')}"] if len(passed) < many else []
         notes += [f"tested every {every} epochs"] if every > 1 else []
-        at_most = "≤ " * (every > 1)
-        return at_most + formats.duration(statistics.fmean(found)), ", ".join(notes)
+        return Cell("≤ " * (every > 1) + duration(mean(passed)), ", ".join(notes))
 
 
-@dataclass(frozen=True)
 class Row:
     """One method under one recipe."""
 
-    label: str
-    runs: tuple[Run, ...]
-    speedup: float | None = None
-    speedup_steps: int = 0  # timed for it: the method's or Implicit's, whichever are fewer
-
-    @property
-    def without(self) -> Cell:
-        return Cell(tuple(run for run in self.runs if not run.pretrained))
-
-    @property
-    def pretrained(self) -> Cell:
-        return Cell(tuple(run for run in self.runs if run.pretrained))
-
-    @property
-    def cells(self) -> tuple[Cell, Cell]:
-        return self.without, self.pretrained
-
-    @property
-    def timed(self) -> list[Run]:
-        """Times are those without pre-training, where there are any, of whole runs if possible."""
+    def __init__(self, label: str, runs: Sequence[Run]) -> None:
+        self.label, self.runs = label, list(runs)
+        self.without = Repeats(run for run in runs if not run.pretrained)
+        self.pretrained = Repeats(run for run in runs if run.pretrained)
+        self.scores = self.without, self.pretrained
+        # Times are those without pre-training, where there are any, of whole runs if possible.
         some = self.without.runs or self.pretrained.runs
-        return [run for run in some if run.finished] or list(some)
+        self.timed = [run for run in some if run.finished] or some
+        self.seconds = mean(run.seconds for run in self.timed)
+        self.seconds_per_step = mean(run.seconds_per_step for run in self.timed)
+        self.ms_per_step = mean(run.ms_per_step for run in self.timed)
+        self.epochs = runs[0].epochs_wanted
+        refined = mean(number(record.get("refine")) for run in runs for record in run.steps)
+        self.vjps = methods.vjps(runs[0].gradient) if refined is None else f"{refined:.3g}"
+        self.evals: float | None = None  # of f in a step, the one with autograd among them
+        # The run whose steps were timed in turns with others.
+        self.clock = next((run for run in self.timed if len(run.turns) > 1), None)
+        if self.clock is not None:
+            self.ms_per_step = statistics.median(self.clock.turns)
+            self.evals = number(self.clock.timing.get("evals"))
+            self.vjps = shown(number(self.clock.timing.get("vjps")), ".3g")
+        self.ratios: list[float] = []  # Implicit's time per step by its own: of each turn, or one
+        self.steps_timed = 0  # for one ratio: the method's or Implicit's, whichever are fewer
 
     @property
-    def ms_per_step(self) -> float | None:
-        return mean(run.ms_per_step for run in self.timed)
+    def in_turns(self) -> bool:
+        return len(self.ratios) > 1
 
     @property
-    def seconds(self) -> float | None:
-        return mean(run.seconds for run in self.timed)
+    def is_baseline(self) -> bool:
+        return set(self.ratios) == {1.0}
 
     @property
-    def seconds_per_step(self) -> float | None:
-        return mean(run.seconds_per_step for run in self.timed)
+    def speedup(self) -> float | None:
+        return statistics.median(self.ratios) if self.ratios else None
 
     @property
-    def steps_timed(self) -> int:
-        return int(sum(run.steps_done or 0 for run in self.timed))
+    def range(self) -> tuple[float, float]:
+        """Of the speed-up: the middle half of the turns."""
+        low, _, high = statistics.quantiles(self.ratios, n=4, method="inclusive")
+        return low, high
 
-    @property
-    def vjps(self) -> str:
-        """Measured where the metrics hold it, else what the settings tell."""
-        steps = [record for run in self.runs for record in run.steps]
-        found = mean(number(r.get("vjps", r.get("refine"))) for r in steps)  # refine: as adapted
-        return f"{found:.3g}" if found is not None else methods.vjps(self.runs[0].gradient)
+    def compare(self, baseline: Row) -> None:
+        """Set the speed-up over this row of Implicit."""
+        slow, fast = baseline.clock, self.clock
+        if slow and fast and slow.timing.get("session") == fast.timing.get("session"):
+            self.ratios = [one / own for one, own in zip(slow.turns, fast.turns, strict=False)]
+        elif self.seconds_per_step and baseline.seconds_per_step:
+            self.ratios = [baseline.seconds_per_step / self.seconds_per_step]
+            steps = (sum(run.steps_done for run in row.timed) for row in (self, baseline))
+            self.steps_timed = min(steps)
 
-    @property
-    def epochs(self) -> int:
-        return self.runs[0].epochs_wanted
+    def speed_cell(self, best: bool) -> Cell:
+        if self.speedup is None:
+            return Cell(NONE)
+        note = ""
+        if self.in_turns and not self.is_baseline:
+            note = "{:.2f} to {:.2f}".format(*self.range)
+        elif not self.in_turns and self.steps_timed < FEW_STEPS:
+            note = f"{count(self.steps_timed, 'step')} timed"
+        return Cell(f"{self.speedup:.2f}×", note, best)
 
-    @property
-    def few_steps(self) -> str:
-        """How many steps were timed for a speed-up, where they are few."""
-        few = self.speedup is not None and self.speedup_steps < FEW_STEPS
-        return f"{count(self.speedup_steps, 'step')} timed" if few else ""
-
-    @property
-    def times(self) -> tuple[str, str]:
-        """Milliseconds a step, and the whole training; marked where no run is whole."""
+    def time_cell(self) -> Cell:
+        """The whole training; marked where no run is whole."""
         whole = self.seconds is None or any(run.finished for run in self.timed)
-        mark = "" if whole else formats.UNFINISHED
-        return formats.milliseconds(self.ms_per_step), formats.duration(self.seconds) + mark
+        return Cell(duration(self.seconds) + UNFINISHED * (not whole))
 
-
-def mean(values: Iterable[float | None]) -> float | None:
-    found = [value for value in values if value is not None]
-    return statistics.fmean(found) if found else None
+    def ms_cell(self) -> Cell:
+        note = ""
+        if self.clock is not None:
+            quartiles = statistics.quantiles(self.clock.turns, n=4, method="inclusive")
+            note = " to ".join(milliseconds(ms) for ms in quartiles[::2])
+        return Cell(milliseconds(self.ms_per_step), note)
 
 
 def make_rows(runs: list[Run]) -> list[Row]:
     """Repeats (other seeds, with or without pre-training) share a row."""
-    labels = recipes.row_labels(runs)
+    labels, _ = methods.row_labels(runs)
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(labels[run.path], []).append(run)
-    rows = [Row(name, tuple(groups[name])) for name in sorted(groups, key=methods.rank)]
-    return [_with_speedup(row, rows) for row in rows]
-
-
-def _with_speedup(row: Row, rows: list[Row]) -> Row:
-    """Against Implicit under the same recipe, else under the only other one of its workload."""
-    baseline = _baseline(row, rows)
-    if baseline is None or not row.seconds_per_step or not baseline.seconds_per_step:
-        return row
-    return replace(
-        row,
-        speedup=baseline.seconds_per_step / row.seconds_per_step,
-        speedup_steps=min(row.steps_timed, baseline.steps_timed),
-    )
+    rows = [Row(name, groups[name]) for name in sorted(groups, key=methods.rank)]
+    for row in rows:
+        baseline = _baseline(row, rows)
+        if baseline is not None:
+            row.compare(baseline)
+    return rows
 
 
 def _baseline(row: Row, rows: list[Row]) -> Row | None:
+    """Implicit under the same recipe, else the only one with the same workload."""
     implicit = [
         other
         for other in rows
@@ -207,9 +166,9 @@ def _baseline(row: Row, rows: list[Row]) -> Row | None:
     ]
     # The paper's Implicit before one with another solver or budget.
     implicit = [r for r in implicit if r.label.split(" · ")[0] == "Implicit"] or implicit
-    own = recipes.recipe(row.timed[0])
-    for keys in (tuple(key for key in own if not key.startswith("gradient.")), recipes.WORKLOAD):
-        found = [r for r in implicit if recipes.agree(own, recipes.recipe(r.timed[0]), keys)]
+    own = methods.recipe(row.timed[0])
+    for keys in ([key for key in own if not key.startswith("gradient.")], methods.WORKLOAD):
+        found = [r for r in implicit if methods.agree(own, methods.recipe(r.timed[0]), keys)]
         if row in found:
             return row
         if len(found) == 1:
@@ -223,37 +182,11 @@ def metric_of(rows: Sequence[Row]) -> Metric:
     return max(runs, key=lambda run: (run.finished, len(run.epochs))).metric
 
 
-def levels_reached(rows: list[Row]) -> list[int]:
-    """The three highest accuracies worth naming that some run reached."""
-    runs = [run for row in rows for run in row.runs if run.metric.percent]
-    best = max((value for run in runs for _, value in run.curve("epoch")), default=0.0)
-    return [level for level in LEVELS if level <= best][-3:]
-
-
-def moments(runs: Sequence[Run], level: float) -> list[float]:
-    """Training seconds after which each run first tested at ``level`` or above."""
-    passed = ([at for at, value in run.curve("seconds") if value >= level] for run in runs)
-    return [times[0] for times in passed if times]
-
-
-def best(values: Sequence[float | None], higher: bool = True) -> float | None:
-    """What leads a column; None where fewer than two are compared, or two are equal."""
-    found = sorted((value for value in values if value is not None), reverse=higher)
-    return found[0] if len(found) > 1 and found[0] != found[1] else None
-
-
-def spread_over(rows: list[Row]) -> str:
-    """What the standard deviations are over: seeds only where each run has its own."""
-    cells = [cell for row in rows for cell in row.cells if cell.spread is not None]
-    same = any(cell.seeds < len(cell.counted) for cell in cells)
-    return "over runs, some of the same seed" if same else "over seeds"
-
-
 def unfinished(rows: Iterable[Row]) -> str:
     """The unfinished runs by name, how far they are, and whether a figure rests on them."""
     found = []
-    for cell in (cell for row in rows for cell in row.cells):
-        for run in cell.unfinished:
-            aside = ", not counted" * (cell.finished and run.started)
+    for repeats in (repeats for row in rows for repeats in row.scores):
+        for run in repeats.unfinished:
+            aside = ", not counted" * (repeats.finished and run.started)
             found.append(f"{run.name} ({run.progress}{aside})")
     return "; ".join(found)

@@ -1,4 +1,4 @@
-"""Reading a run folder: whatever is there, whole or cut off in the middle."""
+"""Read a run folder: whatever is there, whole or cut off in the middle."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gdeq.lab.files import FileError, load_yaml
 
 Record = dict[str, Any]
-NOT_STARTED = "not started"
+Points = list[tuple[float, float]]
 
 
 class ReportError(RuntimeError):
@@ -22,15 +22,19 @@ class ReportError(RuntimeError):
 
 
 def number(value: object) -> float | None:
-    """A finite number, or nothing: null stands for NaN in the metrics."""
+    """A finite number, or None: null stands for NaN in the metrics."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     return float(value) if math.isfinite(value) else None
 
 
-def numbers(records: Sequence[Record], key: str) -> list[float]:
-    """Those of the records that have one."""
+def numbers(records: Iterable[Record], key: str) -> list[float]:
     return [value for record in records if (value := number(record.get(key))) is not None]
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return statistics.fmean(found) if found else None
 
 
 @dataclass(frozen=True)
@@ -44,163 +48,119 @@ class Metric:
 
     @property
     def key(self) -> str:
-        """Under which metrics and summaries hold it."""
+        """Its name in metrics and summaries."""
         return f"test_{self.name}"
 
     @property
     def slug(self) -> str:
-        """For the names of files: a run folder does not choose where they go."""
+        """Its name in file names: a run folder does not choose where files go."""
         return re.sub(r"\W+", "_", self.name)
 
     @property
-    def title(self) -> str:
-        """Its name and unit, as axes have it."""
-        return f"test {self.column.lower()}"
+    def words(self) -> str:
+        return self.name.replace("_", " ")
 
     @property
-    def column(self) -> str:
-        """The same as the head of a column."""
+    def title(self) -> str:
         unit = f" ({self.unit})" if self.unit else ""
-        return f"{self.name.replace('_', ' ').capitalize()}{unit}"
+        return f"test {self.words.lower()}{unit}"
 
     @property
     def percent(self) -> bool:
-        """Whether it is a share of test samples that were right."""
+        """Whether it is the share of test samples that were right."""
         return self.higher_is_better and self.unit == "%"
 
     def text(self, value: float) -> str:
         return f"{value:.{self.digits}f}"
 
 
-@dataclass(frozen=True)
 class Run:
-    """One run folder.  Without a summary it is unfinished, and its latest figures stand."""
+    """One run folder.  Without a summary it is unfinished, and its latest figures count."""
 
-    path: Path
-    name: str
-    config: Record
-    config_text: str
-    environment: Record
-    steps: list[Record]
-    epochs: list[Record]
-    similarity: list[Record]
-    summary: Record | None
-    problems: tuple[str, ...]
+    def __init__(self, path: Path) -> None:
+        problems: list[str] = []
+        metrics = _lines(path / "metrics.jsonl", problems)
+        names = ("environment", "summary", "timing", "failed")
+        environment, summary, timing, failed = (
+            _object(path / f"{name}.json", problems) for name in names
+        )
+        self.path, self.name, self.problems = path, path.name, problems
+        self.config, self.config_text = _settings(path / "config.yaml")
+        self.environment, self.summary = environment or {}, summary or {}
+        self.failed = failed  # why it ended early for good
+        self.timing = timing or {}  # its steps, timed in turns with those of other runs
+        self.steps, self.epochs = (_ordered(metrics, kind) for kind in ("step", "epoch"))
+        self.similarity = _lines(path / "similarity.jsonl", problems)
 
-    @property
-    def metric(self) -> Metric:
-        """As the run's files describe it; accuracy where they do not."""
-        for place in (self.summary or {}, self.environment, self.config):
-            told = place.get("metric")
-            if isinstance(told, dict) and told.get("name"):
-                digits = number(told.get("digits"))
-                return Metric(
-                    str(told["name"]),
-                    str(told.get("unit") or ""),
-                    3 if digits is None else min(9, max(0, int(digits))),
-                    told.get("higher_is_better") is not False,
-                )
-        # An unfinished run has no summary yet, but lines with the name.
-        names = [k.removeprefix("test_") for r in self.epochs[-1:] for k in r if k[:5] == "test_"]
-        others = [name for name in names if name not in ("loss", "accuracy")]
-        return Metric(others[0], "", 3, False) if others else Metric()
+        get, last = self.config.get, self.epochs[-1] if self.epochs else {}
+        adapt, gradient, turns = get("adapt"), get("gradient"), self.timing.get("ms")
+        self.gradient: Record = gradient if isinstance(gradient, dict) else {"name": gradient}
+        self.adaptive = isinstance(adapt, dict) and adapt.get("enabled") is True
+        self.task = get("data") or get("task")
+        self.seed = get("seed")
+        self.pretrained = (number(get("pretrain_steps")) or 0) > 0
+        self.test_every = int(number(get("test_every")) or 1)  # epochs
+        self.metric = _metric([self.summary, self.environment, self.config])
 
-    @property
-    def task(self) -> object:
-        """What was trained on: a data set's name, or a task's."""
-        return self.config.get("data") or self.config.get("task")
+        self.finished = summary is not None
+        self.started = self.finished or bool(self.steps or self.epochs)
+        told = self.summary if self.finished else last
+        self.seconds = number(told.get("train_seconds" if self.finished else "seconds"))
+        self.steps_done = int(number(told.get("steps" if self.finished else "step")) or 0)
+        self.epochs_done = int(number(told.get("epochs" if self.finished else "epoch")) or 0)
+        self.epochs_wanted = int(number(get("epochs")) or self.epochs_done)
+        # The metric after the final epoch, never after the best one.
+        self.score = number(self.summary.get(self.metric.key))
+        if not self.finished:
+            self.score = next((y for _, y in reversed(self.curve("epoch"))), None)
+        self.seconds_per_step = (
+            self.seconds / self.steps_done if self.seconds and self.steps_done else None
+        )
+        # In its own training: the median, or the mean where steps differ by design.
+        logged = numbers(self.steps, "ms")
+        self.ms_per_step = statistics.median(logged) if logged else None
+        if self.adaptive and self.seconds_per_step is not None:
+            self.ms_per_step = 1e3 * self.seconds_per_step
+        elif self.finished:
+            self.ms_per_step = number(self.summary.get("ms_per_step"))
+        # Milliseconds per step in each turn.
+        self.turns = [ms for ms in turns if number(ms)] if isinstance(turns, list) else []
+        self.device = self.summary.get("device") or self.environment.get("device")
+        self.progress = f"epoch {self.epochs_done} of {self.epochs_wanted}"
+        if failed is not None:
+            self.progress = f"failed: the loss became NaN after step {failed.get('steps', '?')}"
+        elif not self.started:
+            self.progress = "not started"
 
-    @property
-    def finished(self) -> bool:
-        return self.summary is not None
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether its steps and VJPs followed the residuals."""
-        found = self.config.get("adapt")
-        return isinstance(found, dict) and found.get("enabled") is True
-
-    @property
-    def gradient(self) -> Record:
-        """The settings of the gradient, by name alone where only that is given."""
-        found = self.config.get("gradient")
-        return found if isinstance(found, dict) else {"name": found or "unknown"}
-
-    @property
-    def seed(self) -> object:
-        return self.config.get("seed")
-
-    @property
-    def pretrained(self) -> bool:
-        return (number(self.config.get("pretrain_steps")) or 0) > 0
-
-    @property
-    def test_every(self) -> int:
-        """Epochs from one test to the next."""
-        return int(number(self.config.get("test_every")) or 1)
-
-    def curve(self, x: str) -> list[tuple[float, float]]:
+    def curve(self, x: str) -> Points:
         """The metric at the end of each tested epoch, against ``x``."""
         pairs = ((number(r.get(x)), number(r.get(self.metric.key))) for r in self.epochs)
         return [(at, value) for at, value in pairs if at is not None and value is not None]
 
-    @property
-    def score(self) -> float | None:
-        """The metric after the final epoch, never after the best one."""
-        if self.summary is not None:
-            return number(self.summary.get(self.metric.key))
-        tested = self.curve("epoch")
-        return tested[-1][1] if tested else None
 
-    @property
-    def seconds(self) -> float | None:
-        return self._figure("train_seconds", "seconds")
+def _metric(places: list[Record]) -> Metric:
+    """As the run's files describe it; accuracy where they do not."""
+    for told in (place.get("metric") for place in places):
+        if isinstance(told, dict) and told.get("name"):
+            digits = number(told.get("digits"))
+            return Metric(
+                str(told["name"]),
+                str(told.get("unit") or ""),
+                3 if digits is None else min(9, max(0, int(digits))),
+                told.get("higher_is_better") is not False,
+            )
+    return Metric()
 
-    @property
-    def steps_done(self) -> float | None:
-        return self._figure("steps", "step")
 
-    @property
-    def epochs_done(self) -> int:
-        return int(self._figure("epochs", "epoch") or 0)
-
-    @property
-    def epochs_wanted(self) -> int:
-        return int(number(self.config.get("epochs")) or self.epochs_done)
-
-    @property
-    def seconds_per_step(self) -> float | None:
-        seconds, steps = self.seconds, self.steps_done
-        return seconds / steps if seconds is not None and steps else None
-
-    @property
-    def ms_per_step(self) -> float | None:
-        """The median; the mean where steps differ by design."""
-        if self.adaptive and self.seconds_per_step is not None:
-            return 1e3 * self.seconds_per_step
-        if self.summary is not None:
-            return number(self.summary.get("ms_per_step"))
-        found = numbers(self.steps, "ms")
-        return statistics.median(found) if found else None
-
-    @property
-    def device(self) -> object:
-        return (self.summary or {}).get("device") or self.environment.get("device")
-
-    @property
-    def started(self) -> bool:
-        return self.finished or bool(self.steps or self.epochs)
-
-    @property
-    def progress(self) -> str:
-        if not self.started:
-            return NOT_STARTED
-        return f"epoch {self.epochs_done} of {self.epochs_wanted}"
-
-    def _figure(self, in_summary: str, in_epoch: str) -> float | None:
-        if self.summary is not None:
-            return number(self.summary.get(in_summary))
-        return number(self.epochs[-1].get(in_epoch)) if self.epochs else None
+def _settings(path: Path) -> tuple[Record, str]:
+    text = _text(path)
+    try:
+        config = load_yaml(text)
+    except FileError as problem:
+        raise ReportError(f"{path} {problem}") from problem
+    if not isinstance(config, dict):
+        raise ReportError(f"{path} holds no settings")
+    return config, text
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -211,10 +171,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     for path in paths:
         once.setdefault(Path(path).resolve(), Path(path))
     runs = [read_run(path) for path in once.values()]  # messages name the path as it was given
-    return [
-        replace(run, path=path, name=_distinct_name(path, list(once)))
-        for path, run in zip(once, runs, strict=True)
-    ]
+    for path, run in zip(once, runs, strict=True):
+        run.path, run.name = path, _distinct_name(path, list(once))
+    return runs
 
 
 def read_run(path: Path) -> Run:
@@ -223,27 +182,7 @@ def read_run(path: Path) -> Run:
         raise ReportError(f"{path} {what}")
     if not (path / "config.yaml").is_file():
         raise ReportError(f"{path} is not a run folder: it holds no config.yaml{_inside(path)}")
-    problems: list[str] = []
-    text = _text(path / "config.yaml")
-    try:
-        config = load_yaml(text)
-    except FileError as problem:
-        raise ReportError(f"{path / 'config.yaml'} {problem}") from problem
-    if not isinstance(config, dict):
-        raise ReportError(f"{path / 'config.yaml'} holds no settings")
-    metrics = _lines(path / "metrics.jsonl", problems)
-    return Run(
-        path,
-        path.name,
-        config,
-        text,
-        _object(path / "environment.json", problems) or {},
-        _ordered(metrics, "step", "step"),
-        _ordered(metrics, "epoch", "epoch"),
-        _lines(path / "similarity.jsonl", problems),
-        _object(path / "summary.json", problems),
-        tuple(problems),
-    )
+    return Run(path)
 
 
 def _inside(path: Path) -> str:
@@ -261,18 +200,13 @@ def _text(path: Path) -> str:
 
 
 def _lines(path: Path, problems: list[str]) -> list[Record]:
-    """The lines that are whole.  The last one may be torn: the run was cut off, or is writing."""
+    """The whole lines.  The last one may be torn: the run was cut off, or is still writing."""
     lines = _text(path).splitlines() if path.exists() else []
-    found, damaged = [], 0
-    for index, line in enumerate(lines):
-        record = _parsed(line)
-        if record is not None:
-            found.append(record)
-        elif line.strip() and index < len(lines) - 1:
-            damaged += 1
+    records = [_parsed(line) for line in lines]
+    damaged = sum(r is None and bool(x.strip()) for r, x in zip(records[:-1], lines, strict=False))
     if damaged:
         problems.append(f"{damaged} damaged lines in {path.name} were passed over")
-    return found
+    return [record for record in records if record is not None]
 
 
 def _object(path: Path, problems: list[str]) -> Record | None:
@@ -292,14 +226,10 @@ def _parsed(text: str) -> Record | None:
     return found if isinstance(found, dict) else None
 
 
-def _ordered(metrics: list[Record], kind: str, key: str) -> list[Record]:
+def _ordered(metrics: list[Record], kind: str) -> list[Record]:
     """By step or epoch; of one that was made twice (a resumed run) the later counts."""
-    by_key = {
-        at: record
-        for record in metrics
-        if record.get("kind") == kind and (at := number(record.get(key))) is not None
-    }
-    return [by_key[at] for at in sorted(by_key)]
+    some = [r for r in metrics if r.get("kind") == kind and number(r.get(kind)) is not None]
+    return sorted({r[kind]: r for r in some}.values(), key=lambda r: r[kind])
 
 
 def _distinct_name(path: Path, paths: list[Path]) -> str:

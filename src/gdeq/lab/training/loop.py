@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gdeq import DEQ, Unrolled, hold, residual_penalty
+from gdeq import DEQ, Measured, Unrolled, hold, residual_penalty
 from gdeq.lab.files import LabError
 from gdeq.lab.tasks import registry
 from gdeq.lab.tasks.task import Task
@@ -42,6 +42,8 @@ from gdeq.lab.training.records import Recorder, Story, unrolled_steps
 from gdeq.lab.training.stopping import Interrupted, StopRequest
 from gdeq.options import count
 
+# A gradient without a VJP pays for the measurement with a fraction of an evaluation of f.
+SELDOM = 10
 __all__ = ["DivergedError", "Interrupted", "Trainer", "TrainingError", "measures", "precision"]
 
 
@@ -396,8 +398,12 @@ class Trainer:
         self.penalised = solved and weight > 0 and step % config.residual_every == 0
         if self.penalised:
             self.penalty_weight.fill_(weight)
+        plain = solved and not self.deq.gradient.needs.vjp  # JFB, GDEQ without refinement
+        measured = measures(config, step, SELDOM if plain else 1)
+        if plain and measured:
+            self.deq.gradient = Measured(self.deq.gradient)
         # (Of DistributedDataParallel all gradients are asked for, in the way it knows.)
-        self.measured = self.wrapped is not self.model or measures(config, step)
+        self.measured = measured or self.wrapped is not self.model
         set_rate(self.optimizer, learning_rate(config, step, self.total))
         self.model.train()
 
@@ -532,6 +538,7 @@ class Trainer:
             "train_seconds": self.seconds,
             "recording_seconds": self.recordings.seconds,  # compiling too; not in train_seconds
             "parameters": parameters,
+            "test_samples": len(self.task.data.test[0]),
         }
         self._write_weights("weights.safetensors")
         self.run.write("summary.json", json.dumps(told, indent=1))
@@ -542,9 +549,9 @@ class Trainer:
         self.run.write_weights(name, self.evaluated.state_dict(), about)
 
 
-def measures(config: Config, step: int) -> bool:
-    """Whether the residual of w is measured at this step."""
-    every = config.measure_every
+def measures(config: Config, step: int, least: int = 1) -> bool:
+    """Whether the residual of w is measured at this step: one of so many, of ``least`` at least."""
+    every = max(config.measure_every, least)
     # Not always at the steps that have a penalty: one step later each time.
     return (step - step // every) % every == 0
 

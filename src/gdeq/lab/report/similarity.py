@@ -1,0 +1,125 @@
+"""The paper's similarity figure: each method's gradient beside the exact one."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gdeq.lab.report.figures import Figure, Series
+from gdeq.lab.report.methods import rank
+from gdeq.lab.report.runs import Record, Run, number, numbers
+from gdeq.lab.report.tables import Table, scientific, shown
+
+FIGURES = (
+    (
+        *("cosine", "Cosine with the exact gradient", "cosine"),
+        "1 is the exact direction, 0 a useless one. A box holds the middle half of the "
+        "mini-batches, its bar the median, the whiskers all of them.",
+    ),
+    (
+        *("relative_error", "Relative error of the gradient", "‖g − exact‖ / ‖exact‖"),
+        "Distance to the exact gradient as a share of its length: it sees what the angle hides, a "
+        "gradient that is too long or too short. Lower is better.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Similarity:
+    """One run's measurements: runs trained differently are not pooled."""
+
+    run: Run
+    name: str  # ends the names of its figures
+    records: list[Record]
+
+    @property
+    def groups(self) -> dict[tuple[int, str], list[Record]]:
+        """Of each epoch and method, the mini-batches."""
+        found: dict[tuple[int, str], list[Record]] = {}
+        for record in self.records:
+            epoch, told = number(record.get("epoch")), number(record.get("cosine"))
+            error = number(record.get("relative_error"))
+            if epoch is not None and "method" in record and (told, error) != (None, None):
+                found.setdefault((int(epoch), str(record["method"])), []).append(record)
+        return {key: found[key] for key in sorted(found, key=lambda key: (key[0], rank(key[1])))}
+
+    @property
+    def methods(self) -> list[str]:
+        return list(dict.fromkeys(method for _, method in self.groups))
+
+    @property
+    def text(self) -> str:
+        """On what, and how well, it was measured."""
+        text = (
+            f"Measured on the weights of {self.run.name}. Implicit is here an exact backward solve "
+            "(GMRES) from where the run's solver stopped, not the truncated one that a run trains "
+            "with."
+        )
+        worst = max(numbers(self.records, "exact_residual"), default=None)
+        if worst is not None:
+            text += f" The exact gradient was solved to a residual of {scientific(worst)} or less."
+        left_out = _left_out(self.records)
+        if left_out:
+            text += (
+                " Samples that have no exact gradient are in no figure, and those left are the "
+                f"easier ones: {', '.join(left_out)}."
+            )
+        return text
+
+    @property
+    def figures(self) -> list[Figure]:
+        found = []
+        for key, title, y, note in FIGURES:
+            log = key == "relative_error"
+            series = tuple(
+                Series(method, self.run, points)
+                for method in self.methods
+                if (points := self._points(method, key, 0.0 if log else -2.0))
+            )
+            name = f"similarity_{key.removeprefix('relative_')}{self.name}"
+            kind = {"boxes": True, "log": log}
+            if series:
+                figure = Figure(name, title, note, "after epoch", y, ("epoch", key), series, **kind)
+                found.append(figure)
+        return found
+
+    def _points(self, method: str, key: str, above: float) -> list[tuple[float, float]]:
+        groups = ((e, some) for (e, own), some in self.groups.items() if own == method)
+        return [(e, v) for e, some in groups for v in numbers(some, key) if v > above]
+
+    @property
+    def table(self) -> Table:
+        def medians(key: str, form: str) -> list[str]:
+            found = [numbers(some, key) for some in self.groups.values()]
+            return [shown(statistics.median(v) if v else None, form) for v in found]
+
+        cosines = [numbers(some, "cosine") for some in self.groups.values()]
+        columns = {
+            "Method": [method for _, method in self.groups],
+            "After epoch": [str(epoch) for epoch, _ in self.groups],
+            "VJPs, median": medians("vjps", ".3g"),
+            "Batches": [str(len(found)) for found in cosines],
+            "Cosine, median": medians("cosine", ".4f"),
+            "least": [shown(min(found, default=None), ".4f") for found in cosines],
+            "Relative error, median": medians("relative_error", ".3f"),
+            "Adjoint residual, median": medians("adjoint_residual", ".3f"),
+        }
+        return Table.of(columns)
+
+
+def similarities(runs: Sequence[Run]) -> list[Similarity]:
+    """One for each run that was measured."""
+    measured = [run for run in runs if Similarity(run, "", run.similarity).groups]
+    return [Similarity(run, f"_{n}" * (n > 1), run.similarity) for n, run in enumerate(measured, 1)]
+
+
+def _left_out(records: list[Record]) -> list[str]:
+    """Epoch by epoch, how many samples had no exact gradient."""
+    counts: dict[float, dict[object, tuple[float, float]]] = {}
+    for record in records:
+        epoch, samples, solved = (number(record.get(k)) for k in ("epoch", "samples", "solved"))
+        if epoch is not None and samples is not None and solved is not None:
+            counts.setdefault(epoch, {})[record.get("batch")] = (samples - solved, samples)
+    sums = ((e, *map(sum, zip(*some.values(), strict=True))) for e, some in sorted(counts.items()))
+    return [f"{lost:.0f} of {of:.0f} after epoch {epoch:.0f}" for epoch, lost, of in sums if lost]

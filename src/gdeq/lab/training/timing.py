@@ -1,0 +1,115 @@
+"""Step times taken in turns, so that what else the machine does falls on all methods alike."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from gdeq.lab.training import runs
+from gdeq.lab.training.folder import RunFolder
+from gdeq.lab.training.loop import Trainer
+from gdeq.lab.training.precision import precision
+from gdeq.lab.training.recordings import wait_for
+
+TURNS, STEPS = 12, 3  # of each method, and the steps of a turn
+LEAST, PATIENCE = 4, 60.0  # turns at least; seconds after which no other turn begins
+BUSY = 0.05  # share of the time spent waiting for a core, above which others were at work
+
+
+def in_turns(
+    steps: dict[str, Callable[[], Any]], turns: int, each: int = 1
+) -> tuple[dict[str, list[float]], float | None]:
+    """Milliseconds per step in each turn; and the share of it that this process's threads waited
+    for a core, where the system tells.  A first turn warms up and is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    waited = took = 0.0
+    for turn in range(turns + 1):
+        if turn > LEAST and took > PATIENCE:
+            break
+        order = list(steps) if turn % 2 else list(reversed(steps))
+        for name in order:
+            before, began = _waiting(), time.perf_counter()
+            for _ in range(each):
+                steps[name]()
+            spent = time.perf_counter() - began
+            if turn:
+                found[name].append(1e3 * spent / each)
+                waited, took = waited + _waiting() - before, took + spent
+    return found, waited / took if waited else None
+
+
+def _waiting() -> float:
+    """Seconds that the threads of this process were ready to run and had no core (Linux)."""
+    total = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # a thread may have ended
+            total += int(file.read_text().split()[1])
+    return total / 1e9
+
+
+def time_runs(
+    paths: Sequence[Path], root: Path | None = None, tell: Callable[[str], None] = print
+) -> None:
+    """A few more steps of each finished run, in turns, from its final weights: `timing.json`."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return  # a step of one process is not the step of several
+    tell(f"timing {len(paths)} methods in turns")
+    with contextlib.ExitStack() as opened:
+        trainers = {str(path): runs.trained(path, root) for path in paths}
+        first = next(iter(trainers.values()))
+        opened.enter_context(precision(first.config, first.process.device))
+        counts: dict[str, list[tuple[int, int]]] = {name: [] for name in trainers}
+        steps = {name: _step(trainer, counts[name]) for name, trainer in trainers.items()}
+        found, waited = in_turns(steps, TURNS, STEPS)
+    session = time.strftime("%Y-%m-%d %H:%M:%S")
+    for name, some in counts.items():
+        evals, vjps = (sum(column) / len(some) for column in zip(*some, strict=True))
+        told = {
+            "session": session,
+            "ms": found[name],
+            "steps_per_turn": STEPS,
+            "evals": evals,
+            "vjps": vjps,
+            "waited": waited,
+        }
+        RunFolder(Path(name)).write("timing.json", json.dumps(told, indent=1))
+    if waited is not None and waited > BUSY:
+        tell(
+            f"warning: other processes are using the cores: {waited:.0%} of the time was spent "
+            "waiting for one; run the command again on an idle machine for better times"
+        )
+    del trainers, steps, first
+    gc.collect()
+
+
+def _step(trainer: Trainer, counts: list[tuple[int, int]]) -> Callable[[], None]:
+    """One training step as the run's last ones were; the device has finished it when it returns.
+
+    counts: receives its evaluations of f, the one with autograd among them, and its VJPs.
+    """
+    batches = _forever(trainer)
+    device = trainer.process.device
+
+    first = max(trainer.config.pretrain_steps, trainer.total - 10)  # one of ten may be measured
+
+    def step() -> None:
+        trainer.step = first + len(counts) % (trainer.total - first)
+        trainer.one_step(*next(batches))
+        wait_for([device] if device.type == "cuda" else [])
+        solution = trainer.deq.solution
+        assert solution is not None
+        counts.append((int(solution.evals) + 1, int(solution.record.vjps)))
+
+    return step
+
+
+def _forever(trainer: Trainer) -> Iterator[tuple[Any, ...]]:
+    for epoch in itertools.count():
+        yield from (batch for _, batch in trainer.train_batches.epoch(epoch))

@@ -1,0 +1,109 @@
+"""What the page says is shown, and what it says is not."""
+
+import math
+
+import pytest
+from report_runs import changed_summary, make_run, other_task
+
+from gdeq.lab import report
+from gdeq.lab.report.rows import make_rows
+from gdeq.lab.report.runs import read_runs
+from gdeq.lab.report.verdict import headline, verdict
+
+NAMES = ("implicit", "jfb", "gdeq")
+
+
+def rows_of(folder, scores, samples=None, turns=(None,) * 3, seeds=1):
+    """scores: of each method, one for each seed."""
+    paths = []
+    for name, own, times in zip(NAMES, scores, turns, strict=False):
+        for seed, score in zip(range(seeds), own, strict=True):
+            path = make_run(folder / f"{name}{seed}", name, seed=seed, turns=times)
+            told = {"test_accuracy": score} | ({"test_samples": samples} if samples else {})
+            paths.append(changed_summary(path, **told))
+    return make_rows(read_runs(paths))
+
+
+def bold(rows):
+    return [cell.text for row in headline(rows).rows for cell in row if cell.best]
+
+
+def test_one_image_of_360_is_no_difference(tmp_path):
+    rows = rows_of(tmp_path, ([97.5], [97.22], [97.22]), samples=360)
+    assert bold(rows) == []
+    text = verdict(rows)
+    assert "No difference in test accuracy is shown: 97.22 to 97.50 %." in text
+    # Two standard errors of a difference: 8 p (1 − p) / 0.0028² test images, to two digits.
+    level = (97.5 + 2 * 97.22) / 3
+    images = 1000 * math.ceil(8 * level * (100 - level) / 0.28**2 / 1000)
+    assert f"at this distance takes about {images:,} test samples in place of 360, or" in text
+
+
+@pytest.mark.parametrize(
+    ("scores", "seeds", "samples", "leads", "told"),
+    [
+        (([97.5], [90.0], [90.0]), 1, 360, ["97.50"], "Implicit has the best test accuracy"),
+        (([97.5], [97.2], [80.0]), 1, 360, [], "Implicit and JFB lead in test accuracy"),
+        (([97.5], [90.0], [80.0]), 1, None, [], "One run of each tells nothing of the spread"),
+        (([90.0, 90.2], [91.0, 91.2], [93.0, 93.2]), 2, None, ["93.10 ± 0.14"], "GDEQ has"),
+        # The variances between seeds are 8, 8 and 18; Implicit and GDEQ are 2 apart.
+        (([90.0, 94.0], [91.0, 95.0], [91.0, 97.0]), 2, None, [], "takes about 23 seeds of each"),
+        (([90.0], [90.0], [90.0]), 1, 360, [], "shown: 90.00 to 90.00 %."),
+    ],
+)  # fmt: skip
+def test_a_winner_is_bold_where_it_is_told_from_the_noise(
+    tmp_path, scores, seeds, samples, leads, told
+):
+    rows = rows_of(tmp_path, scores, samples, seeds=seeds)
+    assert bold(rows) == leads
+    assert told in verdict(rows)
+
+
+@pytest.mark.parametrize(
+    ("jfb", "gdeq", "leads", "told"),
+    [
+        (
+            [16.0, 16.5, 16.2, 16.1],
+            [10.0, 10.2, 9.9, 10.0],
+            ["2.00×"],
+            "GDEQ takes the shortest steps, 2.0 times as fast",
+        ),
+        (
+            [16.0, 16.5, 16.2, 16.1],
+            [15.5, 17.0, 16.0, 19.0],
+            [],
+            "JFB and GDEQ take the shortest steps, 1.2 times",
+        ),
+        (
+            [20.0, 25.0, 19.0, 20.0],
+            [15.0, 40.0, 20.0, 19.0],
+            [],
+            "No method's steps are told to be shorter than Implicit's",
+        ),
+    ],
+)
+def test_the_fastest_is_bold_where_the_turns_tell_it_apart(tmp_path, jfb, gdeq, leads, told):
+    turns = ([20.0, 20.4, 19.8, 20.0], jfb, gdeq)
+    rows = rows_of(tmp_path, ([90.0], [90.0], [90.0]), 360, turns)
+    assert bold(rows) == leads
+    assert told in verdict(rows)
+
+
+def test_times_of_trainings_have_no_bold_winner(tmp_path):
+    rows = rows_of(tmp_path, ([90.0], [90.0], [90.0]), 360)
+    assert bold(rows) == []
+    assert "GDEQ takes the shortest steps, 2.2 times as fast as Implicit’s, by the times of" in (
+        verdict(rows)
+    )
+
+
+def test_a_slowed_training_is_told(tmp_path):
+    paths = [make_run(tmp_path / name, name, turns=[30.0] * 4) for name in ("implicit", "gdeq")]
+    assert "Something slowed the training of Implicit and GDEQ" in report.table(paths)
+
+
+def test_a_metric_of_which_less_is_better_and_no_spread_is_known(tmp_path):
+    rows = make_rows(read_runs([other_task(tmp_path / n, n) for n in ("implicit", "gdeq")]))
+    assert bold(rows) == []
+    assert "No difference in test bits per character is shown" in verdict(rows)
+    assert verdict(make_rows(read_runs([make_run(tmp_path / "alone")]))) == ""
