@@ -14,8 +14,9 @@ from gdeq.lab.data.digits import Digits
 from gdeq.lab.data.errors import DataError
 from gdeq.lab.data.fashion_mnist import FashionMNIST
 from gdeq.lab.data.recipe import Source
+from gdeq.lab.data.sudoku import Sudoku
 
-SETS: dict[str, Source] = {s.name: s for s in (Digits(), CIFAR10(), FashionMNIST())}
+SETS: dict[str, Source] = {s.name: s for s in (Digits(), CIFAR10(), FashionMNIST(), Sudoku())}
 NAMES = tuple(SETS)
 
 
