@@ -2,9 +2,10 @@
 
     python benchmarks/sudoku.py runs/RUN --data DATA --device cuda --starts 8
 
-Steps are spent in segments of the length that the run was trained with.  Of several starts, zeros
-and then random ones, the answer with the smallest forward residual counts.  The picture shows one
-puzzle of the test along the segments.
+Steps are spent in segments of the length that the run was trained with, where steps through
+autograd (gradient=unrolled) count too.  Of several starts, zeros and then random ones, the answer
+with the smallest forward residual counts.  The picture shows one puzzle of the test along the
+segments.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ def sets(task: Puzzles, many: int) -> Iterator[tuple[str, Grids]]:
         yield "hardest", Grids(*(grid[::every][:many] for grid in hardest))
 
 
+def steps_of(trainer: Trainer) -> int:
+    """Of one segment."""
+    config = trainer.config
+    return config.solver.max_iter + config.gradient.steps * (config.gradient.name == "unrolled")
+
+
 @torch.no_grad()
 def solve(trainer: Trainer, puzzles: Tensor, starts: int, seed: int) -> tuple[Tensor, Tensor]:
     """Digits (starts, b, 81) and residuals (starts, b) after all segments."""
@@ -54,7 +61,7 @@ def solve(trainer: Trainer, puzzles: Tensor, starts: int, seed: int) -> tuple[Te
 
 def rows(trainer: Trainer, name: str, grids: Grids, args: Any) -> Iterator[dict[str, Any]]:
     model: Any = trainer.model
-    device, length = trainer.process.device, trainer.config.solver.max_iter
+    device, length = trainer.process.device, steps_of(trainer)
     puzzles, solutions = (torch.from_numpy(g).to(device).long() for g in grids)
     for steps in args.steps:
         model.segments = max(1, round(steps / length))
@@ -89,7 +96,7 @@ def draw(trainer: Trainer, puzzle: Tensor, solution: Tensor) -> Any:
     model: Any = trainer.model
     model.segments = SHOWN[-1]
     share, digit = model(puzzle[None])[0].float().softmax(2).max(2)  # (segments, 81)
-    length, plt = trainer.config.solver.max_iter, pyplot()
+    length, plt = steps_of(trainer), pyplot()
     figure, boards = plt.subplots(2, len(SHOWN) // 2, figsize=(12, 6.4))
     for axes, segment in zip(boards.flat, SHOWN, strict=True):
         for line in range(10):

@@ -42,5 +42,10 @@ def find(name: str) -> Source:
     raise DataError(f"there is no data set {name!r}{hint} (there are: {', '.join(SETS)})")
 
 
+def terms(name: str) -> str:
+    """Under what terms it may be used, where that must be said."""
+    return getattr(find(name), "terms", "")
+
+
 def data_root(root: str | os.PathLike[str] | None) -> Path:
     return Path(root if root is not None else os.environ.get("GDEQ_DATA") or "data").expanduser()

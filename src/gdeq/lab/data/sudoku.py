@@ -93,8 +93,8 @@ class Sudoku(Recipe):
                 yield name, (folder / name).read_bytes()
 
     def arrays(self, contents: dict[str, Contents]) -> Pools:  # type: ignore[override]
-        tables = [read_table(bytes(contents[name]), name) for name in MD5]
-        return split(*tables, self.validation, self.test)
+        minimal, hardest = (read_table(bytes(contents[name]), name) for name in MD5)
+        return split(minimal, hardest, self.validation, self.test)
 
     def load(self, root: Path) -> Pools:  # type: ignore[override]
         return cast(Pools, super().load(root))
