@@ -518,6 +518,8 @@ def get_data(
     """Find, download or rebuild a data set, and check every file of it."""
     from rich.progress import Progress
 
+    if terms := datasets.terms(name):
+        typer.echo(terms)
     with Progress(console=console, transient=True) as bar:
         tasks: dict[str, Any] = {}
 

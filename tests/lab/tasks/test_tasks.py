@@ -221,7 +221,9 @@ def test_a_task_that_is_not_there(tmp_path, gdeq):
     assert f"cannot read the task {tmp_path / 'none.py'}: there is no such file" in said
     code, said = gdeq("train", "task=sounds")
     assert code == 1
-    assert "there is no task 'sounds': write images, chars, or the path of a .py file" in said
+    assert (
+        "there is no task 'sounds': write images, chars, sudoku, or the path of a .py file" in said
+    )
 
 
 # -- characters ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from gdeq.lab.data.dataset import Dataset
 from gdeq.lab.data.errors import DataError
 from gdeq.lab.data.preparation import prepare
 from gdeq.lab.data.recipe import Progress
-from gdeq.lab.data.sets import NAMES, load
+from gdeq.lab.data.sets import NAMES, load, terms
 
 __all__ = [
     "NAMES",
@@ -18,4 +18,5 @@ __all__ = [
     "Progress",
     "load",
     "prepare",
+    "terms",
 ]

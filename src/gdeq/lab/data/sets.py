@@ -14,8 +14,9 @@ from gdeq.lab.data.digits import Digits
 from gdeq.lab.data.errors import DataError
 from gdeq.lab.data.fashion_mnist import FashionMNIST
 from gdeq.lab.data.recipe import Source
+from gdeq.lab.data.sudoku import Sudoku
 
-SETS: dict[str, Source] = {s.name: s for s in (Digits(), CIFAR10(), FashionMNIST())}
+SETS: dict[str, Source] = {s.name: s for s in (Digits(), CIFAR10(), FashionMNIST(), Sudoku())}
 NAMES = tuple(SETS)
 
 
@@ -39,6 +40,11 @@ def find(name: str) -> Source:
     near = difflib.get_close_matches(str(name).lower(), SETS, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise DataError(f"there is no data set {name!r}{hint} (there are: {', '.join(SETS)})")
+
+
+def terms(name: str) -> str:
+    """Under what terms it may be used, where that must be said."""
+    return getattr(find(name), "terms", "")
 
 
 def data_root(root: str | os.PathLike[str] | None) -> Path:

@@ -1,0 +1,168 @@
+"""Sudoku, solved by iterating one small network to its equilibrium; judged by puzzles solved."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from gdeq.lab.data.sets import data_root, find
+from gdeq.lab.data.sudoku import Grids, Sudoku, SudokuBatches, read_csv, with_more_givens
+from gdeq.lab.tasks.task import Data, Metric, Task
+from gdeq.lab.training.settings import Config
+from gdeq.options import check_choice, check_flag, check_integer, check_real, options
+
+if TYPE_CHECKING:
+    from gdeq.models.reasoner import Reasoner
+
+
+@options
+class ReasonerConfig:
+    """Which network."""
+
+    width: int = 384  # features of a cell
+    heads: int = 6  # of attention, in turn for rows, columns and boxes
+    blocks: int = 3  # in one evaluation of f
+    segments: int = 4  # solves one after another, each with a loss of its own
+    noise: float = 1.0  # size of the random state that a training step starts from
+
+    def __post_init__(self) -> None:
+        for name in ("width", "heads", "blocks", "segments"):
+            check_integer(self, name, 1)
+        check_real(self, "noise", 0.0)
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} must be a multiple of heads, {self.heads}")
+
+
+@options
+class SudokuConfig(Config):
+    """One training of a reasoner."""
+
+    data: str = "sudoku"  # sudoku (`gdeq data sudoku`), or a folder with train.csv and test.csv
+    revealed: tuple[int, ...] = (0, 17)  # cells given beside the puzzle's own: least, most
+    symmetries: bool = True  # relabel digits and move rows and columns in training
+    test: str = "test"  # test, validation, hardest (as it is, without revealed cells)
+    test_puzzles: int = 18_000  # as many for each number of revealed cells
+    model: ReasonerConfig = field(default_factory=ReasonerConfig)
+    fixed: ClassVar = (*Config.fixed, "data", "model.width", "model.heads", "model.blocks")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "test", ("test", "validation", "hardest"))
+        check_flag(self, "symmetries")
+        check_integer(self, "test_puzzles", 1)
+        least, *most = self.revealed
+        if len(most) != 1 or not 0 <= least <= most[0] <= 81:
+            raise ValueError(
+                f"Config.revealed must be two numbers such as [0,17], got {self.revealed!r}"
+            )
+
+
+class Puzzles(Task[SudokuConfig]):
+    """A sample is a puzzle; its targets are the digits of all 81 cells."""
+
+    name = "sudoku"
+    settings = SudokuConfig
+    presets: ClassVar = {
+        # Puzzles of 44 to 64 givens: two to three minutes on two cores.
+        "sudoku-easy": {
+            "epochs": 1,
+            "batch_size": 64,
+            "revealed": [27, 47],
+            "test_puzzles": 420,
+            "model": {"width": 48, "heads": 3, "blocks": 1, "segments": 2},
+            "solver": {"name": "picard", "max_iter": 3, "tol": 0.0},
+            "gradient": {"name": "unrolled", "steps": 3, "damping": 1.0, "refine": 1},
+            "optimizer": {"lr": 3e-3, "schedule": "onecycle", "warmup": 0.1, "clip": 1.0},
+        },
+        # Eight minutes on one H200, 1.6 M parameters.  Four segments of eight evaluations of f,
+        # the last four of each with autograd: of the gradients tried, this one kept f closest to
+        # an equilibrium.
+        "sudoku": {
+            "epochs": 68,
+            "batch_size": 512,
+            "precision": "bf16",
+            "ema": 0.999,
+            "measure_every": 10,
+            "log_every": 50,
+            "test_every": 17,
+            "model": {"width": 256, "heads": 8, "blocks": 2},
+            "solver": {"name": "picard", "max_iter": 4, "tol": 0.0},
+            "gradient": {"name": "unrolled", "steps": 4, "damping": 1.0, "refine": 1},
+            "optimizer": {
+                "lr": 1e-3, "weight_decay": 0.1, "schedule": "onecycle", "warmup": 0.05,
+                "clip": 1.0,
+            },
+        },
+    }  # fmt: skip
+    metric = Metric("solved", "%", digits=2)
+    samples = "puzzles"
+
+    def load(self) -> Data:
+        pools = self.pools()
+        test = pools[self.config.test]
+        if self.config.test != "hardest":
+            test = with_more_givens(test, self.revealed, self.config.test_puzzles)
+        return Data(self._tensors(pools["train"]), self._tensors(test))
+
+    @property
+    def revealed(self) -> tuple[int, int]:
+        least, most = self.config.revealed
+        return least, most
+
+    def pools(self) -> dict[str, Grids]:
+        if self.config.data == "sudoku":
+            source = find("sudoku")
+            assert isinstance(source, Sudoku)
+            return source.load(data_root(self.root))._asdict()
+        folder = Path(self.config.data)
+        return {name: read_csv(folder / f"{name}.csv") for name in ("train", self.config.test)}
+
+    def _tensors(self, grids: Grids) -> tuple[Tensor, Tensor]:
+        puzzles, solutions = (torch.from_numpy(grid).to(self.device) for grid in grids)
+        return puzzles, solutions
+
+    def model(self) -> Reasoner:
+        from gdeq.models.reasoner import Reasoner  # noqa: PLC0415 (`gdeq --help` does not wait)
+
+        config = self.config
+        made = Reasoner(
+            **vars(config.model), solver=config.solver.build(), gradient=config.gradient.build()
+        )
+        if self.device.type == "cuda":
+            cell = made.deq.cell
+            assert isinstance(cell, nn.Module)
+            cell.compile(dynamic=False)
+        return made
+
+    def losses(self, output: Tensor, *targets: Tensor) -> Tensor:
+        """Of all segments and cells alike."""
+        digits = targets[0][:, None].expand(output.shape[:3])
+        return cross_entropy(output.movedim(3, 1), digits, reduction="none").mean((1, 2))
+
+    def score(self, output: Tensor, *targets: Tensor) -> Tensor:
+        """100 where the last segment has all cells right."""
+        return 100.0 * right_cells(output, targets[0]).all(1)
+
+    def train_batches(self, size: int, plain: bool = False) -> SudokuBatches:
+        options = {"seed": self.config.seed, "symmetries": self.config.symmetries and not plain}
+        return self._batches(self.data.train, size, revealed=self.revealed, **options)
+
+    def test_batches(self, size: int) -> SudokuBatches:
+        return self._batches(self.data.test, size, shuffle=False, drop_last=False)
+
+    def _batches(self, tensors: tuple[Tensor, ...], size: int, **options: Any) -> SudokuBatches:
+        return SudokuBatches((tensors[0], tensors[1]), size, **options, **self.share())
+
+    def injector(self, model: Any) -> nn.Module:
+        embed: nn.Module = model.embed
+        return embed
+
+
+def right_cells(output: Tensor, digits: Tensor) -> Tensor:  # -> (b, 81)
+    """Whether the last segment has each cell right."""
+    return output[:, -1].argmax(2) == digits
