@@ -62,11 +62,12 @@ PIECES = {
     GUIDES / "solvers.md": ["for solver in", "Unrolled("],
     GUIDES / "gradients.md": ["def weight_gradient"],
     GUIDES / "precision.md": ["torch.autocast"],
-    GUIDES / "serving.md": ["class Served"],
+    GUIDES / "serving.md": ["gdeq.fixed_steps"],
+    GUIDES / "stability.md": ["gdeq.steady"],
     DOCS / "coming-from" / "locuslab.md": ["gdeq.DEQ"],
     DOCS / "coming-from" / "deepinv.md": ["class ProximalGradient"],
     DOCS / "coming-from" / "recursive.md": ["class Recursion"],
-    DOCS / "coming-from" / "torchdeq.md": ["def forward(x)", "def states"],
+    DOCS / "coming-from" / "torchdeq.md": ["def forward(x)", "deq.trajectory"],
 }
 
 

@@ -23,7 +23,7 @@ print(Path(task).read_text())
 # %% [markdown]
 # ## Train
 #
-# In a shell you would write `gdeq train circles.py --run first epochs=6`. Any setting is given as
+# In a shell you would write `gdeq train circles.py device=cpu epochs=6`. Any setting is given as
 # `key=value`; `gdeq train --help` lists them.
 
 
@@ -44,7 +44,7 @@ def gdeq(*arguments):
     return done.stdout
 
 
-said = gdeq("train", "circles.py", "--run", "first", "device=cpu", "epochs=6")
+said = gdeq("train", "circles.py", "device=cpu", "epochs=6")
 print(*(line for line in said.splitlines() if line.startswith("epoch")), sep="\n")
 
 # %% [markdown]
@@ -54,7 +54,7 @@ print(*(line for line in said.splitlines() if line.startswith("epoch")), sep="\n
 # and a summary. All of it is plain: YAML, JSON lines, safetensors.
 
 # %%
-run = folder / "first"
+(run,) = (folder / "runs").iterdir()
 print(*sorted(path.name for path in run.iterdir() if not path.name.startswith("events")), sep="\n")
 summary = json.loads((run / "summary.json").read_text())
 print({key: summary[key] for key in ("test_accuracy", "gradient", "steps", "parameters")})
@@ -66,8 +66,8 @@ assert summary["test_accuracy"] > 70
 # ## Go on from here
 #
 # ```sh
-# gdeq train --resume first                  # after a stop or a power cut
+# gdeq train --resume runs/NAME              # after a stop or a power cut
 # gdeq compare circles.py --out compared     # the paper's four gradients, side by side
-# gdeq report first --out page               # one HTML page with figures
+# gdeq report runs/NAME --out page           # one HTML page with figures
 # torchrun --nproc-per-node 4 -m gdeq train circles.py
 # ```
