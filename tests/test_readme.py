@@ -1,6 +1,7 @@
-"""What the README and the guide show runs as it stands there, and both stay readable."""
+"""What the README and the site show runs as it stands there, and both stay readable."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 import gdeq
 
 ROOT = Path(__file__).parents[1]
-README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
+DOCS = ROOT / "docs"
+README, GUIDES = ROOT / "README.md", DOCS / "guides"
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+    found = [text for kind, text in BLOCK.findall(page.read_text()) if kind == language]
+    return [textwrap.dedent(text) for text in found]
 
 
 def block(page: Path, about: str) -> str:
@@ -43,18 +46,66 @@ def test_the_example_prints_what_is_shown(capsys):
         assert float(seen) == pytest.approx(float(told), rel=0.1)
 
 
-@pytest.mark.parametrize("about", ["class TwoScales", "sol = ", "Anderson(max_iter", "Unrolled("])
-def test_short_pieces_run(about):
-    page = README if about == "Anderson(max_iter" else GUIDE
+class Physics:
+    """A stand-in for that of deepinv."""
+
+    def A(self, x):  # noqa: N802
+        return 0.5 * x
+
+    A_adjoint = A
+
+
+PIECES = {
+    README: ["Anderson(max_iter"],
+    DOCS / "index.md": ["class Cell"],
+    GUIDES / "states.md": ["class TwoScales", "sol = "],
+    GUIDES / "solvers.md": ["for solver in", "Unrolled("],
+    GUIDES / "gradients.md": ["def weight_gradient"],
+    GUIDES / "precision.md": ["torch.autocast"],
+    GUIDES / "serving.md": ["gdeq.fixed_steps"],
+    GUIDES / "stability.md": ["gdeq.steady"],
+    DOCS / "coming-from" / "locuslab.md": ["gdeq.DEQ"],
+    DOCS / "coming-from" / "deepinv.md": ["class ProximalGradient"],
+    DOCS / "coming-from" / "recursive.md": ["class Recursion"],
+    DOCS / "coming-from" / "torchdeq.md": ["def forward(x)", "deq.trajectory"],
+}
+
+
+@pytest.mark.parametrize(
+    ("page", "about"),
+    [(page, about) for page, abouts in PIECES.items() for about in abouts],
+    ids=lambda value: value.stem if isinstance(value, Path) else value,
+)
+def test_short_pieces_run(page, about):
     f = Dropping().eval()
-    names = {"torch": torch, "gdeq": gdeq, "cell": f, "f": f, "deq": gdeq.DEQ(f)}
-    exec(block(page, about), {**names, "x": torch.randn(4, 3), "z0": torch.zeros(4, 3)})
+    names = {"torch": torch, "gdeq": gdeq, "cell": f, "f": f, "deq": gdeq.DEQ(f), "model": f}
+    names |= {"y": torch.randn(4, 3), "physics": Physics(), "denoiser": torch.tanh}
+    x = torch.randn(4, 3)
+    if "Recursion" in about:
+        net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+        names |= {"net": net}
+        x = torch.randn(4, 64)
+    if "autocast" in about:
+        names["model"] = gdeq.DEQ(f, gdeq.Broyden(20, 1e-2))
+    exec(block(page, about), names | {"x": x, "z0": torch.zeros(4, 3)})
+
+
+def test_a_recursion_is_the_loop_it_replaces():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh())
+    names = {"torch": torch, "gdeq": gdeq, "net": net, "x": torch.randn(4, 64)}
+    exec(block(DOCS / "coming-from" / "recursive.md", "class Recursion"), names)
+    cell, z = names["deq"].cell, names["deq"].cell.initial_state(names["x"])
+    with torch.no_grad():
+        for _ in range(6):
+            z = cell(z, names["x"])
+    torch.testing.assert_close(names["deq"](names["x"])["answer"], z["answer"])
 
 
 def test_the_penalty_is_on_the_f_that_was_solved():
     deq = gdeq.DEQ(Dropping(), gdeq.Broyden(50, 1e-6))
     names = {"gdeq": gdeq, "deq": deq, "x": torch.randn(8, 3)}
-    exec(block(GUIDE, "residual_penalty"), names)
+    exec(block(GUIDES / "stability.md", "residual_penalty"), names)
     assert names["penalty"].item() < 1e-9
     names["loss"].backward()
     assert deq.cell.linear.weight.grad.norm() > 0
@@ -65,7 +116,7 @@ def test_serving_tells_which_samples_failed(hopeless, told, capsys):
     endless = (torch.arange(32) < hopeless).float()[:, None]  # z + 1 + z² has no fixed point
     deq = gdeq.DEQ(lambda z, x: 0.5 * z + 1 + endless * (0.5 * z + z * z))
     exec(
-        block(GUIDE, "deq.eval()"),
+        block(GUIDES / "serving.md", "deq.eval()"),
         {"torch": torch, "gdeq": gdeq, "deq": deq, "x": torch.zeros(32, 3)},
     )
     assert told in capsys.readouterr().out
@@ -84,7 +135,7 @@ def test_the_captured_step_trains():
     x = torch.randn(16, 4, device=device)
     y = (x[:, 0] > 0).long()
     names = {"torch": torch, "gdeq": gdeq, "model": model}
-    exec(block(GUIDE, "@gdeq.capture"), names)
+    exec(block(GUIDES / "speed.md", "@gdeq.capture"), names)
     if device == "cpu":
         with pytest.warns(gdeq.CaptureWarning, match="runs without a CUDA graph") as told:
             losses = [names["step"](x, y).item() for _ in range(31)]
@@ -109,7 +160,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", BLOCK.sub("", page.read_text())):
         if target.startswith("https://"):
@@ -120,7 +171,7 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(file), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_pages_are_readable(page):
     """Short lines, and no commit hashes."""
     prose = BLOCK.sub("", page.read_text())

@@ -251,7 +251,15 @@ def faster(module: Any, *inputs: Any) -> Callable[[], Any] | None:
 
 @contextlib.contextmanager
 def use(engine: str | Engine) -> Iterator[None]:
-    """Within this context, take the "reference" or the "fast" engine, your own, or "auto"."""
+    """Within this context, take the "reference" or the "fast" engine, your own, or "auto".
+
+    Examples:
+        >>> import torch, gdeq
+        >>> with gdeq.engine.use("reference"):
+        ...     solution = gdeq.solve(torch.cos, torch.zeros(1, 1))
+        >>> type(solution.engine).__name__
+        'Reference'
+    """
     _choice.append(_checked(engine, "engine"))
     try:
         yield

@@ -41,6 +41,16 @@ def fixed_point(
         dicts of them.  It must be the same function at every call (see `gdeq.hold` for dropout).
     solver: finds the fixed point; None, for `Unrolled` alone, starts from z0 as it is.
     gradient: how ∂ℓ/∂z becomes a gradient; `Implicit` is exact, `GDEQ` reuses Broyden's inverse.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> x = torch.zeros(1, 1, dtype=torch.float64, requires_grad=True)
+        >>> f = lambda z: torch.cos(z) + x
+        >>> found = gdeq.fixed_point(f, x.detach(), gradient=gdeq.Implicit())
+        >>> found.z.sum().backward()
+        >>> z, slope = found.z.item(), x.grad.item()  # by hand: 1 / (1 + sin z)
+        >>> f"{z:.4f} {slope:.4f}"
+        '0.7391 0.5975'
     """
     z, solution = find(f, z0, solver, gradient)
     return replace(solution, z=z)
@@ -53,6 +63,12 @@ def solve(f: Callable[[State], State], z0: State, solver: Solver | None = None) 
     f: takes and returns a state, a tensor ``(batch, ...)`` or any nesting of tuples, lists and
         dicts of them.  Samples are independent systems and do not influence each other.
     solver: `Broyden` (the default), `Anderson` or `Picard`.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> solution = gdeq.solve(torch.cos, torch.zeros(2, 3), gdeq.Anderson(tol=1e-5))
+        >>> bool(solution.converged.all()), f"{solution.z[0, 0]:.3f}"
+        (True, '0.739')
     """
     solver = Broyden() if solver is None else check_solver(solver)
     on_state = StateMap(StateSpace(z0), f)

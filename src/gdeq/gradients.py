@@ -42,7 +42,20 @@ class Needs(NamedTuple):
 
 
 class Gradient:
-    """Base of all gradient methods."""
+    """Base of all gradient methods.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> from gdeq.solution import Cotangent
+        >>> class TwoTerms(gdeq.Gradient):
+        ...     def cotangent(self, v, vjp, solution):
+        ...         return Cotangent(v + vjp(v), vjps=1)
+        >>> deq = gdeq.DEQ(lambda z, x: 0.5 * z + x, gradient=TwoTerms())
+        >>> x = torch.ones(1, 1, requires_grad=True)
+        >>> deq(x).sum().backward()
+        >>> x.grad.item()  # 1 + ½; the exact value is 2
+        1.5
+    """
 
     needs: Needs = Needs()
     second_order: bool = False  # has a derivative itself (double backward)
@@ -58,6 +71,13 @@ class JFB(Gradient):
 
     refine: go on from there with this many VJPs, as `GDEQ` does after a solver that leaves no
         inverse.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> x = torch.ones(1, 1, requires_grad=True)
+        >>> gdeq.DEQ(lambda z, x: 0.5 * z + x, gradient=gdeq.JFB())(x).sum().backward()
+        >>> x.grad.item()  # the exact value is 2
+        1.0
     """
 
     refine: int = 0
@@ -88,6 +108,14 @@ class NPG(Gradient):
 
     steps: k, which costs k − 1 VJPs.
     damping: λ in (0, 1].  λ = 1 is the plain Neumann series.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> x = torch.ones(1, 1, requires_grad=True)
+        >>> npg = gdeq.NPG(steps=3, damping=1.0)
+        >>> gdeq.DEQ(lambda z, x: 0.5 * z + x, gradient=npg)(x).sum().backward()
+        >>> x.grad.item()  # 1 + ½ + ¼
+        1.75
     """
 
     steps: int = 5
@@ -116,6 +144,13 @@ class Implicit(Gradient):
         A sample that ends with a larger residual than w = 0 has, which is 1, gets w = 0.
     double_backward: allow second derivatives.  They need f's graph a second time: one more
         evaluation of f, and its activations, in every forward pass.  Switch it off to save both.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> x = torch.ones(1, 1, requires_grad=True)
+        >>> gdeq.DEQ(lambda z, x: 0.5 * z + x, gradient=gdeq.Implicit())(x).sum().backward()
+        >>> x.grad.item()  # 1 / (1 − ½)
+        2.0
     """
 
     solver: Solver = field(default_factory=lambda: GMRES(max_iter=20, tol=1e-6))
@@ -176,6 +211,17 @@ class GDEQ(Gradient):
         worse than JFB uses JFB's w, shortened where that is worse than 0 (one more VJP, only if a
         sample stays above).  Under `gdeq.capture` all ``max_refine`` + 2 VJPs are spent; the
         result is the same.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> linear = torch.nn.Linear(8, 8)
+        >>> cell = lambda z, x: torch.tanh(0.5 * linear(z) + x)
+        >>> deq = gdeq.DEQ(cell, gradient=gdeq.GDEQ(refine=2))
+        >>> deq(torch.randn(4, 8)).sum().backward()
+        >>> deq.solution.backward.vjps
+        2
+        >>> bool(deq.solution.backward.batch_error < 0.5)
+        True
     """
 
     refine: int = 0
@@ -252,6 +298,14 @@ class Measured(Gradient):
 
     The products with Jᵀ come with the pass through f that follows anyway; the cost is that this
     pass goes down to z as well, a fraction of one evaluation.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> x = torch.ones(1, 1, requires_grad=True)
+        >>> deq = gdeq.DEQ(lambda z, x: 0.5 * z + x, gradient=gdeq.Measured(gdeq.JFB()))
+        >>> deq(x).sum().backward()
+        >>> deq.solution.backward.residual.item()  # |(1 − ½) · 1 − 1|
+        0.5
     """
 
     gradient: Gradient
@@ -277,6 +331,13 @@ class Unrolled(Gradient):
     it starts from z0 and is the pre-training of the paper.  Memory grows with ``steps``.
 
     damping: λ in (0, 1]; 1 is the plain iteration.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> x = torch.ones(1, 1, requires_grad=True)
+        >>> deq = gdeq.DEQ(lambda z, x: 0.5 * z + x, solver=None, gradient=gdeq.Unrolled(steps=2))
+        >>> deq(x).item()  # from z = 0: 1, then 1.5
+        1.5
     """
 
     steps: int = 5

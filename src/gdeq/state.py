@@ -22,7 +22,16 @@ Vectorized = Callable[[Tensor], Tensor]  # (batch, d) -> (batch, d)
 
 
 class StateError(ValueError):
-    """The state, or what f made of it, does not have the form a solve needs."""
+    """The state, or what f made of it, does not have the form a solve needs.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> try:
+        ...     gdeq.solve(lambda z: z[:, :2], torch.zeros(1, 3))
+        ... except gdeq.StateError as error:
+        ...     print(error)
+        f(z) has shape (1, 2), but the state there has (1, 3); f must keep the shape of z
+    """
 
 
 class StateTypeError(StateError, TypeError):

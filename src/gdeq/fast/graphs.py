@@ -63,7 +63,17 @@ ADVICE = (
 
 
 class CaptureWarning(UserWarning):
-    """A step runs without a graph; the message says why."""
+    """A step runs without a graph; the message says why.
+
+    Examples:
+        >>> import torch, gdeq, warnings
+        >>> step = gdeq.capture(lambda x: x + 1)
+        >>> with warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("always")
+        ...     y = step(torch.zeros(2))
+        >>> str(told[0].message)
+        '<lambda> runs without a CUDA graph: its inputs are not on a CUDA device'
+    """
 
 
 class Captured:
@@ -222,6 +232,15 @@ def capture(
 
     memory: one `Memory` for several steps that take turns, of which none reads in
         another's results before they were copied (the results that a call returns are copies).
+
+    Examples:
+        >>> import torch, gdeq
+        >>> deq = gdeq.DEQ(torch.nn.Bilinear(4, 4, 4))
+        >>> @gdeq.capture  # on a GPU, a graph from the fourth call on
+        ... def step(x):
+        ...     loss = deq(x).square().mean()
+        ...     loss.backward()
+        ...     return loss
     """
     if step is None:
         return functools.partial(capture, warmup=warmup, memory=memory)

@@ -45,6 +45,12 @@ class Anderson(Solver):
     mixing: β in (0, 1].
     regularization: λ, relative to the size of each difference, so that it has no unit; never
         taken below the rounding level of the dtype.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> solution = gdeq.solve(torch.cos, torch.zeros(1, 1), gdeq.Anderson(memory=3))
+        >>> f"{solution.z.item():.4f}"
+        '0.7391'
     """
 
     memory: int = 5

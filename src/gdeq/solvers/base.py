@@ -50,6 +50,18 @@ class Solver:
         it is.
     check_every: look for the end of the batch only every so many steps (each look waits for the
         device).  Samples freeze at the same step whatever this is; only time changes.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> from gdeq.options import options
+        >>> @options
+        ... class Half(gdeq.Solver):  # Picard's iteration with half steps
+        ...     def init(self, start, system):
+        ...         return None
+        ...     def propose(self, here, state):
+        ...         return here.z + 0.5 * here.g
+        >>> bool(gdeq.solve(torch.cos, torch.zeros(1, 1), Half(max_iter=50)).converged)
+        True
     """
 
     max_iter: int = 50

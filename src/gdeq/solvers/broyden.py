@@ -62,6 +62,12 @@ class Broyden(Solver):
         less time, for an f whose numbers are of one size, as those of one that ends in a norm are.
         Where neighbours differ by more than about a hundredfold the small ones hardly move, and
         the solve can diverge: look at ``solution.residual``.  Elsewhere it makes no difference.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> f = lambda z: 3 - 2 * z  # no contraction
+        >>> gdeq.solve(f, torch.zeros(1, 1), gdeq.Broyden(max_iter=10)).z.item()
+        1.0
     """
 
     memory: int | None = None

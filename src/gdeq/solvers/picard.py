@@ -13,6 +13,12 @@ class Picard(Solver):
     """z ← (1 − λ) z + λ f(z): needs a contraction, stores nothing.
 
     damping: λ in (0, 1]; 1 is the plain iteration.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> f = lambda z: 0.5 * z + 1
+        >>> gdeq.solve(f, torch.zeros(1, 1), gdeq.Picard(max_iter=3, tol=0)).z.item()  # 1, 1.5, ...
+        1.75
     """
 
     damping: float = 1.0

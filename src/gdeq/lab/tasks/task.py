@@ -32,7 +32,16 @@ C = TypeVar("C", bound=Config)
 
 
 class Data(NamedTuple):
-    """Tensors whose first dimension counts the samples: the model's input, then its targets."""
+    """Tensors whose first dimension counts the samples: the model's input, then its targets.
+
+    Examples:
+        >>> import torch
+        >>> from gdeq.lab.tasks import Data
+        >>> points, labels = torch.randn(99, 2), torch.zeros(99)
+        >>> data = Data(train=(points[:90], labels[:90]), test=(points[90:], labels[90:]))
+        >>> len(data.train[0])
+        90
+    """
 
     train: tuple[Tensor, ...]
     test: tuple[Tensor, ...]
@@ -40,7 +49,13 @@ class Data(NamedTuple):
 
 @dataclass(frozen=True)
 class Metric:
-    """What a task is judged by: the mean of its samples' scores."""
+    """What a task is judged by: the mean of its samples' scores.
+
+    Examples:
+        >>> from gdeq.lab.tasks import Metric
+        >>> Metric("accuracy", "%", digits=1).text(97.5)
+        'accuracy 97.5 %'
+    """
 
     name: str
     unit: str = ""

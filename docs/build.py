@@ -1,0 +1,206 @@
+"""Prepare the pages of the site in build/docs, for `zensical build`.
+
+Tutorials are scripts in percent format.  Each is executed, and becomes a page with its printed
+output and figures, and a notebook.  Links that lead out of docs/ become links into the repository;
+one that leads nowhere is an error.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+STAGE = ROOT / "build" / "docs"
+REPOSITORY = "https://github.com/gdeq/gdeq/blob/main/"
+ALSO = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}  # pages from the root
+MARK = re.compile(r"^# %%(.*)$", re.MULTILINE)
+CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+@dataclass
+class Cell:
+    kind: str  # "markdown", "code", "test" (executed, not shown)
+    text: str
+    line: int = 0  # of the script, where the text begins
+    printed: str = ""
+    figures: list[bytes] = field(default_factory=list)  # PNG
+
+
+def cells(script: Path) -> list[Cell]:
+    """The cells of a script in percent format."""
+    before, *parts = MARK.split(script.read_text())
+    found, line = [], before.count("\n")
+    for mark, body in zip(parts[::2], parts[1::2], strict=True):
+        kind = mark.strip(" []") or "code"
+        if kind not in ("markdown", "code", "test"):
+            raise ValueError(
+                f"{script.name}: a cell must be [markdown], [test] or code, not {mark}"
+            )
+        text = re.sub(r"^# ?", "", body, flags=re.MULTILINE) if kind == "markdown" else body
+        blank = len(body) - len(body.lstrip("\n"))
+        found.append(Cell(kind, text.strip("\n"), line + blank))
+        line += body.count("\n")
+    return found
+
+
+def execute(script: Path) -> list[Cell]:
+    """The cells with what they print and draw."""
+    import matplotlib as mpl  # noqa: PLC0415
+
+    mpl.use("agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    grey = "#7d8590"  # read on white and on black
+    colours = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), grey
+    )
+    style = {**colours, "figure.figsize": (6.4, 3.2), "figure.dpi": 150, "font.size": 9}
+    style |= {"savefig.transparent": True, "legend.framealpha": 0.0, "axes.grid": True}
+    style |= {"grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False}
+    found, names = cells(script), {"__name__": "__main__", "__file__": str(script)}
+    with mpl.rc_context(style):
+        for cell in found:
+            if cell.kind == "markdown":
+                continue
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                exec(compile("\n" * cell.line + cell.text, str(script), "exec"), names)
+            cell.printed = printed.getvalue().rstrip()
+            for number in pyplot.get_fignums():
+                image = io.BytesIO()
+                figure = pyplot.figure(number)
+                figure.savefig(image, format="png", bbox_inches="tight", metadata={"Software": ""})
+                cell.figures.append(image.getvalue())
+            pyplot.close("all")
+    keep(script, found)
+    return found
+
+
+def keep(script: Path, found: list[Cell]) -> None:
+    """Show what was printed on a GPU, where that was kept as NAME.gpu.txt beside the script.
+
+    ``GDEQ_KEEP=NAME python docs/build.py``, on a GPU, writes the file.
+    """
+    kept = script.with_suffix(".gpu.txt")
+    shown = [cell for cell in found if cell.kind == "code" and cell.printed]
+    if os.environ.get("GDEQ_KEEP") == script.stem:
+        kept.write_text("\n---\n".join(cell.printed for cell in shown) + "\n")
+    if kept.exists():
+        for cell, printed in zip(shown, kept.read_text().rstrip().split("\n---\n"), strict=True):
+            cell.printed = printed
+
+
+def page(name: str, found: list[Cell], folder: Path) -> str:
+    """Markdown, with figures written beside it."""
+    lines, figures = [], 0
+    for cell in found:
+        if cell.kind == "test":
+            continue
+        lines.append(cell.text if cell.kind == "markdown" else f"```python\n{cell.text}\n```")
+        if cell.printed and cell.kind == "code":
+            lines.append(f"```text\n{cell.printed}\n```")
+        for image in cell.figures:
+            figures += 1
+            (folder / f"{name}-{figures}.png").write_bytes(image)
+            lines.append(f"![Figure {figures} of this tutorial]({name}-{figures}.png)")
+    lines.append(f"[Download this page as a notebook]({name}.ipynb), or")
+    lines[-1] += f" [read the script]({REPOSITORY}docs/tutorials/{name}.py)."
+    return "\n\n".join(lines) + "\n"
+
+
+def notebook(found: list[Cell]) -> dict[str, Any]:
+    """The same for Jupyter, version 4 of its format."""
+    made: list[dict[str, Any]] = []
+    for number, cell in enumerate(cell for cell in found if cell.kind != "test"):
+        one: dict[str, Any] = {"id": f"cell-{number}", "metadata": {}}
+        one |= {"cell_type": cell.kind, "source": cell.text}
+        if cell.kind == "code":
+            outputs: list[dict[str, Any]] = []
+            if cell.printed:
+                text = cell.printed + "\n"
+                outputs.append({"output_type": "stream", "name": "stdout", "text": text})
+            for image in cell.figures:
+                data = {"image/png": base64.b64encode(image).decode()}
+                outputs.append({"output_type": "display_data", "data": data, "metadata": {}})
+            one |= {"execution_count": None, "outputs": outputs}
+        made.append(one)
+    kernel = {"display_name": "Python 3", "language": "python", "name": "python3"}
+    return {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+
+
+def tutorials() -> list[Path]:
+    return sorted((DOCS / "tutorials").glob("[0-9]*.py"))
+
+
+def relink(text: str, source: Path, staged: Path) -> str:
+    """Lead every link of a page at ``source`` to where its target is on the site."""
+
+    def lead(match: re.Match[str]) -> str:
+        image, title, target = match.groups()
+        path, _, anchor = target.partition("#")
+        if not path or re.match(r"https?:|mailto:", target):
+            return match[0]
+        file = (source.parent / path).resolve()
+        anchor = f"#{anchor}" if anchor else ""
+        known = file.relative_to(ROOT).as_posix()
+        if not file.exists() and not (staged.parent / path).exists():  # figures are beside the page
+            raise FileNotFoundError(f"{source.relative_to(ROOT)} links to {target}")
+        if known.startswith("docs/"):
+            place = STAGE / file.relative_to(DOCS)
+            place = place.with_suffix(".md") if file in tutorials() else place
+        elif known in ALSO:
+            place = STAGE / ALSO[known]
+        elif image:
+            place = STAGE / "assets" / known.replace("/", "-")
+            place.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, place)
+        else:
+            return f"[{title}]({REPOSITORY}{known}{anchor})"
+        return f"{image}[{title}]({os.path.relpath(place, staged.parent)}{anchor})"
+
+    parts = CODE.split(text)
+    return "".join(part if i % 2 else LINK.sub(lead, part) for i, part in enumerate(parts))
+
+
+def stage(source: Path, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(relink(source.read_text(), source, place))
+
+
+def main() -> None:
+    shutil.rmtree(STAGE, ignore_errors=True)
+    for source in sorted(DOCS.rglob("*")):
+        place = STAGE / source.relative_to(DOCS)
+        if source.suffix == ".md":
+            stage(source, place)
+        elif source.suffix in (".png", ".css", ".svg"):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, place)
+    for name, place in ALSO.items():
+        stage(ROOT / name, STAGE / place)
+    folder = STAGE / "tutorials"
+    folder.mkdir(exist_ok=True)
+    for script in tutorials():
+        began = time.perf_counter()
+        found = execute(script)
+        (folder / f"{script.stem}.ipynb").write_text(json.dumps(notebook(found), indent=1))
+        place = folder / f"{script.stem}.md"
+        place.write_text(relink(page(script.stem, found, folder), script, place))
+        print(f"{script.name}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
