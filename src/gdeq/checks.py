@@ -23,15 +23,44 @@ from gdeq.tracing import host_may_look
 
 
 class UnsteadyCellWarning(UserWarning):
-    """The cell is not one function while its fixed point is sought."""
+    """The cell is not one function while its fixed point is sought.
+
+    Examples:
+        >>> import torch, gdeq, warnings
+        >>> with warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("always")
+        ...     z = gdeq.DEQ(lambda z, x: torch.tanh(torch.rand_like(z) * z + x))(torch.randn(5, 3))
+        >>> told[0].category.__name__
+        'UnsteadyCellWarning'
+    """
 
 
 class CoupledSamplesWarning(UserWarning):
-    """The cell lets the samples of a batch influence each other."""
+    """The cell lets the samples of a batch influence each other.
+
+    Examples:
+        >>> import torch, gdeq, warnings
+        >>> with warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("always")
+        ...     z = gdeq.DEQ(lambda z, x: torch.tanh(z.mean(0) / 2 + x))(torch.randn(5, 3))
+        >>> told[0].category.__name__
+        'CoupledSamplesWarning'
+    """
 
 
 class ConvergenceWarning(UserWarning):
-    """Most samples do not converge."""
+    """Most samples do not converge.
+
+    Examples:
+        >>> import torch, gdeq, warnings
+        >>> deq = gdeq.DEQ(lambda z, x: z + x)  # has no fixed point
+        >>> with warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("always")
+        ...     for _ in range(12):
+        ...         z = deq(torch.ones(2, 3))
+        >>> told[-1].category.__name__
+        'ConvergenceWarning'
+    """
 
 
 COUPLED = (

@@ -44,6 +44,16 @@ def fixed_steps(model: M, steps: int | None = None) -> M:
     one with a tolerance makes all ``max_iter`` steps and freezes samples on the way, as eager.)
 
     steps: the ``max_iter`` of each solver by default.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> linear = torch.nn.Linear(4, 4)
+        >>> deq = gdeq.fixed_steps(gdeq.DEQ(lambda z, x: torch.tanh(0.5 * linear(z) + x)), steps=8)
+        >>> with torch.no_grad():
+        ...     program = torch.export.export(deq, (torch.randn(2, 4),))
+        ...     z = program.module()(torch.randn(2, 4))
+        >>> z.shape
+        torch.Size([2, 4])
     """
     if steps is not None:
         count_of("steps", steps, 1)

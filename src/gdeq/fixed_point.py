@@ -90,6 +90,13 @@ def trajectory(
     For losses on the way (fixed-point correction).  A state has the gradient that it would have if
     the solve had ended there; `GDEQ` uses what the whole solve learned.  After its last step a
     sample stays where it is.  On a GPU this runs the reference engine, which is slower.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> picard = gdeq.Picard(max_iter=3, tol=0)
+        >>> states = gdeq.trajectory(lambda z: 0.5 * z + 1, torch.zeros(1, 1), [1, 2], picard)
+        >>> [z.item() for z in states]
+        [1.0, 1.5, 1.75]
     """
     return find_all(f, z0, solver, gradient, at)[0]
 

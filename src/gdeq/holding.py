@@ -68,6 +68,14 @@ def hold(cell: object = None) -> Iterator[None]:
     `DEQ` opens it around each call.  Around `fixed_point` with an f of your own, open it yourself.
     Without a module (a function, or None) it is for all that are used.  Nested: what an outer solve
     holds, an inner one does not renew.  Other threads are not affected.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> dropout = gdeq.VariationalDropout(0.5)
+        >>> with gdeq.hold(dropout):
+        ...     same = torch.equal(dropout(torch.ones(9, 9)), dropout(torch.ones(9, 9)))
+        >>> same
+        True
     """
     owner = getattr(cell, "__self__", cell)  # of a bound method, its module
     if isinstance(owner, nn.Module):
@@ -102,6 +110,20 @@ class VariationalDropout(Held):
     channelwise: drop whole channels, ``(batch, channels, ...)``, as MDEQ does.
     shared: dimensions along which entries are dropped together: ``shared=1`` for one mask at all
         places of ``(batch, length, features)``, ``shared=0`` for one in all samples.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> from torch import nn
+        >>> class Cell(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.dropout = gdeq.VariationalDropout(0.5)
+        ...     def forward(self, z, x):
+        ...         return self.dropout(torch.tanh(0.5 * z + x))
+        >>> deq = gdeq.DEQ(Cell())  # in training mode
+        >>> z = deq(torch.randn(4, 8))
+        >>> bool(deq.solution.converged.all())
+        True
     """
 
     def __init__(
@@ -178,6 +200,12 @@ def weight_norm(module: nn.Module, name: str = "weight", dim: int = 0) -> nn.Mod
 
     Parameters are named as by `torch.nn.utils.parametrizations.weight_norm`, so state dicts are
     exchangeable; undo with `gdeq.remove_norm`.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> layer = gdeq.weight_norm(torch.nn.Linear(4, 4))
+        >>> [name for name, _ in layer.named_parameters()]
+        ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
     """
     _check_tensor(module, name)
     parametrize.register_parametrization(module, name, _WeightNorm(dim), unsafe=True)
@@ -194,6 +222,12 @@ def spectral_norm(
     `gdeq.remove_norm`.
 
     bound: the largest singular value of the result.  Below 1, f can be made a contraction.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> layer = gdeq.spectral_norm(torch.nn.Linear(4, 4), bound=0.9, iterations=50)
+        >>> f"{torch.linalg.matrix_norm(layer.weight, 2):.2f}"
+        '0.90'
     """
     _check_tensor(module, name)
     parametrizations.spectral_norm(module, name, iterations)
@@ -218,6 +252,13 @@ def apply_norm(
 
     norm: `weight_norm` or `spectral_norm`; gets the options.
     where: says for a path and its layer whether it is normalised.
+
+    Examples:
+        >>> import gdeq
+        >>> from torch import nn
+        >>> cell = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        >>> gdeq.apply_norm(cell, gdeq.spectral_norm, where=lambda path, layer: path != "0")
+        ['2']
     """
     found = []
     for path, layer in list(module.named_modules()):
@@ -234,6 +275,13 @@ def remove_norm(
     """Make weight and spectral norms in a module plain weights again; returns the paths.
 
     The weights keep their present values.
+
+    Examples:
+        >>> import gdeq
+        >>> from torch import nn
+        >>> cell = nn.Sequential(gdeq.weight_norm(nn.Linear(4, 4)))
+        >>> gdeq.remove_norm(cell)
+        ['0.weight']
     """
     found = []
     norms = (_WeightNorm, parametrizations._WeightNorm, parametrizations._SpectralNorm)

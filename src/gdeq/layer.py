@@ -60,6 +60,14 @@ class DEQ(nn.Module):
     After the first call, and the first with another cell, mode, device or dtype, two evaluations of
     f look whether it is one function and treats samples independently; a warning says if not.
     Another says, once, that most samples do not converge; ``deq.warns = False`` switches it off.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> linear = torch.nn.Linear(8, 8)
+        >>> deq = gdeq.DEQ(lambda z, x: torch.tanh(0.5 * linear(z) + x), gdeq.Broyden(30, 1e-4))
+        >>> z = deq(torch.randn(4, 8))
+        >>> z.shape, bool(deq.solution.converged.all())
+        (torch.Size([4, 8]), True)
     """
 
     warns = True
@@ -328,6 +336,12 @@ def mixed_start(
     Trained from such starts, f tends to have one equilibrium that all of them lead to.
 
     z0: a state ``(batch, ...)``, such as zeros.  scale: the standard deviation of the noise.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> z0 = gdeq.mixed_start(torch.zeros(100, 3))
+        >>> 20 < (z0 == 0).all(1).sum() < 80  # about half of the samples start at zero
+        tensor(True)
     """
     first = pytree.tree_leaves(z0)[0]
     noisy = torch.rand(len(first), generator=generator, device=first.device) < share

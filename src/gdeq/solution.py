@@ -17,7 +17,16 @@ from gdeq.state import State
 
 
 class Status(IntEnum):
-    """How a sample's solve ended; prints as a sentence."""
+    """How a sample's solve ended; prints as a sentence.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> solution = gdeq.solve(lambda z: z + 1, torch.zeros(1, 2))
+        >>> solution.status[0].name
+        'STALLED'
+        >>> print(str(solution.status[0])[:38])
+        not converged: f(z) - z stays the same
+    """
 
     RUNNING = 0
     CONVERGED = 1
@@ -90,6 +99,15 @@ class BackwardRecord:
     (graph propagation, Poisson–Boltzmann, Bratu, LASSO) can then be off by ten times as much.
 
     In a step under `gdeq.capture` the tensors hold what the last replay left.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> x = torch.ones(1, 1, requires_grad=True)
+        >>> deq = gdeq.DEQ(lambda z, x: 0.5 * z + x, gradient=gdeq.Implicit())
+        >>> deq(x).sum().backward()
+        >>> record = deq.solution.backward
+        >>> record.gradient, bool(record.converged.all())
+        ('Implicit', True)
     """
 
     gradient: str = ""
@@ -184,6 +202,14 @@ class Solution:
     With a tolerance, a sample that never meets it gets the z of smallest ‖f(z) − z‖ that was seen,
     which may be z0.  Not that of smallest relative residual: if z runs away, ‖f(z) − z‖ is small
     beside it, though no fixed point is near.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> solution = gdeq.solve(torch.cos, torch.zeros(1, 1))
+        >>> print(str(solution).split(",")[0])
+        1 of 1 sample converged in at most 5 steps
+        >>> solution.trace.shape[0] == solution.steps.max()
+        tensor(True)
     """
 
     z: State

@@ -25,6 +25,13 @@ def steady(module: nn.Module) -> list[str]:
     - spectral norms and other parametrizations are computed once a solve.
 
     Lines that begin with "left" name what it cannot replace, and what to do.
+
+    Examples:
+        >>> import gdeq
+        >>> from torch import nn
+        >>> cell = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+        >>> print(*gdeq.steady(cell))
+        1: Dropout(p=0.1, inplace=False) became VariationalDropout(p=0.1, channelwise=False)
     """
     done = []
     for path, owner in list(module.named_modules()):

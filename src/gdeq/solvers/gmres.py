@@ -36,6 +36,15 @@ class GMRES(Solver):
     −B⁻¹q instead of q, so what is minimised and reported stays the residual of the system itself.
     They are made orthogonal to each other, which changes nothing but rounding: all may be long in
     the one direction that A shortens most, and the image of a long vector has lost its digits.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> exact = gdeq.Implicit(gdeq.GMRES(max_iter=50, tol=1e-10))
+        >>> x = torch.ones(1, 4, dtype=torch.float64, requires_grad=True)
+        >>> deq = gdeq.DEQ(lambda z, x: torch.tanh(0.5 * z + x), gdeq.Broyden(50, 1e-10), exact)
+        >>> deq(x).sum().backward()
+        >>> bool(deq.solution.backward.residual.max() < 1e-9)
+        True
     """
 
     linear_only: ClassVar[bool] = True
