@@ -163,12 +163,18 @@ def _difference(a: Tensor, b: Tensor, step: int = 1) -> float:  # (batch, d) eac
 def _unnoticed(
     device: torch.device, modules: Sequence[nn.Module]
 ) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
-    """Random generators and buffers stay as they are, whatever happens inside.  -> the buffers."""
+    """Random generators and buffers stay as they are, whatever happens inside.  -> the buffers.
+
+    A compiled cell runs as it is written: it need not be compiled for this.
+    """
     parts = [part for module in modules for part in module.modules()]
     kept = [(p, key, b) for p in parts for key, b in p._buffers.items() if b is not None]
     devices = [] if device.type == "cpu" else [device]
     state = random.getstate()
-    with torch.random.fork_rng(devices, device_type=device.type):
+    eager: Any = contextlib.nullcontext()
+    if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
+        eager = torch.compiler.set_stance("force_eager")
+    with torch.random.fork_rng(devices, device_type=device.type), eager:
         try:
             for owner, key, buffer in kept:
                 owner._buffers[key] = buffer.clone()

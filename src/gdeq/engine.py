@@ -235,17 +235,16 @@ def runs_fast(device: torch.device) -> bool:
     return fast.available(device)
 
 
-def faster(module: Any, *inputs: Any) -> Callable[[], Any] | None:
+def faster(model: str, module: Any, *inputs: Any) -> Callable[[], Any] | None:
     """A faster way to what a model or its cell returns for these inputs; None where there is none.
 
     ``module.config.fused`` says whether to look for one: True, False, or "auto" where work is done
-    by `gdeq.fast`.  There a model has a module of the same name as its own, with a ``runner``.
+    by `gdeq.fast`.  There ``gdeq.fast.NAME`` has a ``runner`` for the model of this name.
     """
     wanted = module.config.fused
     if wanted is False or is_traced() or not (wanted is True or runs_fast(inputs[-1].device)):
         return None
-    name = type(module).__module__.rpartition(".")[2]
-    found: Any = importlib.import_module(f"gdeq.fast.{name}")
+    found: Any = importlib.import_module(f"gdeq.fast.{model}")
     return found.runner(module, *inputs)
 
 

@@ -158,7 +158,8 @@ class DEQ(nn.Module):
         )
         with hold_all(self.cell):
             states, solution = find_all(f, z0, solver, gradient, at)
-        self._keep(replace(solution, z=copied(solution.z)))
+        if not is_traced():
+            self._keep(replace(solution, z=copied(solution.z)))
         return states if self.batched else [_only_one(z) for z in states]
 
     def equilibrium(self, f: Callable[[State], State], z0: State) -> State:
@@ -182,16 +183,19 @@ class DEQ(nn.Module):
         with hold_all(self.cell):
             z, solution = find(f, z0, solver, gradient)
             # Unrolled from z0, a new mask at each step is no harm.
-            if solver is not None and solution is not None:
+            if solver is not None and not is_traced():
                 leaves = pytree.tree_leaves(solution.z)
                 if values_are_there(leaves):
                     self._look_at_convergence(solution, solver)
                     if examine:
                         self._examine(f, solution.z, leaves, solver.tol)
+        out = z if self.batched else _only_one(z)
+        if is_traced():  # a record would outlive what its tensors stand for
+            return out
         if solution.z is z:  # it must stay what it is when the caller changes the output in place
             solution = replace(solution, z=copied(z))
         self._keep(solution)
-        return z if self.batched else _only_one(z)
+        return out
 
     def _prepared(
         self,
@@ -219,8 +223,6 @@ class DEQ(nn.Module):
 
     def _keep(self, solution: Solution) -> None:
         """Make it the record of this call."""
-        if is_traced():  # it would outlive what its tensors stand for
-            return
         if not self.batched:
             solution = replace(solution, z=_only_one(solution.z), batched=False)
         self.solution = solution

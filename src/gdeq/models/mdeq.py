@@ -321,7 +321,7 @@ class MDEQCell(Held):
         self.fusions = nn.ModuleList(Fusion(i, config) for i in range(len(config.channels)))
 
     def forward(self, z: MultiscaleState, injection: Tensor) -> MultiscaleState:
-        if run := faster(self, z, injection):
+        if run := faster("mdeq", self, z, injection):
             return run()
         streams = [
             scale(part, injection if i == 0 else None)
@@ -432,7 +432,7 @@ class MDEQ(nn.Module):
         self.head = Head(config)
 
     def forward(self, images: Tensor) -> Tensor:
-        if run := faster(self, images):
+        if run := faster("mdeq", self, images):
             return run()
         return self.head(self.deq(self.stem(images)))
 

@@ -119,7 +119,7 @@ class Broyden(Solver):
         full = taken >= state.memory
         if not full and taken == state.u.shape[1]:
             state.grow(min(state.memory, 2 * taken))
-        at = torch.arange(len(s), device=s.device), state.count % state.memory
+        at = torch.arange(s.shape[0], device=s.device), state.count % state.memory
         u_old, v_old = state.u[at], state.v[at]  # zeros, unless the place is used again
         if full:  # drop the oldest (zeros, for a sample that has skipped updates)
             bg = bg - u_old * dot(v_old, here.g)

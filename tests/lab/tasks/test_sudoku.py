@@ -12,7 +12,7 @@ from sudoku_grids import grids, table
 from gdeq.lab.tasks.sudoku import right_cells
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import runs
-from gdeq.lab.training.folder import RunFolder
+from gdeq.lab.training.folder import read_metrics
 
 TINY = [
     *("epochs=1", "batch_size=16", "revealed=[0,2]", "test_puzzles=12", "log_every=1"),
@@ -36,7 +36,7 @@ def config(folder, *settings):
 def trained(path, wanted):
     """What is recorded of its epochs."""
     runs.train(path, wanted)
-    return [record for record in RunFolder(path).metrics() if record["kind"] == "epoch"]
+    return [record for record in read_metrics(path / "metrics.jsonl") if record["kind"] == "epoch"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from gdeq.lab.report.plain import csv_text
+from gdeq.lab.report.tables import csv_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import TINY, begun
