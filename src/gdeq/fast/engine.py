@@ -6,6 +6,7 @@ It stands in for `gdeq.engine.Reference` where it can and is that engine elsewhe
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from gdeq.engine import (
 )
 from gdeq.fast import product
 from gdeq.fast.half_weights import HalfWeights
-from gdeq.fast.kernels import available, inverse, lengths, refinement
+from gdeq.fast.kernels import available, inverse, jfb, lengths, refinement
 from gdeq.fast.kernels.device import MOST_SAMPLES
 from gdeq.fast.kernels.sweep import Sweep
 from gdeq.fast.layout import FastSpace, PartsMap
@@ -34,7 +35,7 @@ from gdeq.gradients import GDEQ, JFB, Gradient
 from gdeq.holding import held_module
 from gdeq.ledger import judged_sizes
 from gdeq.loop import Iterates
-from gdeq.operators import safe_norms
+from gdeq.operators import relative, safe_norms
 from gdeq.refinement import LONGEST, Refinement
 from gdeq.solution import Cotangent
 from gdeq.solvers.base import Solver, System
@@ -194,15 +195,44 @@ class FastEngine(Reference):
         return super().residual_norm(v, w, product)
 
 
+@dataclass
+class TensorAdjoint:
+    """w in the tensors of the state as they lie; no batched vector was made."""
+
+    w: list[Tensor]
+    report: Cotangent
+    space: FastSpace
+    v: Sequence[Tensor]
+    size: Tensor  # (batch,) ‖v‖
+    unit: Tensor  # (batch,) of about that
+
+    def residual(self, product: Sequence[Tensor]) -> Tensor:  # -> (batch,)
+        per_unit = 1 / self.unit
+        found = jfb.residual_norms(self.v, self.w, product, self.space, per_unit)
+        return relative(found, self.size * per_unit)
+
+    def length(self) -> Tensor:  # -> (batch,)
+        assert self.report.length is not None
+        return self.report.length
+
+
 def _jfb(
     engine: FastEngine, gradient: Any, v: Sequence[Tensor], vjp: TensorVJP, found: Found
 ) -> Adjoint | None:
-    """`JFB(refine=k)`: a refinement that begins without an inverse."""
-    space, times = found.space, gradient.refine
-    takes = 0 < space.batch <= MOST_SAMPLES and space.size > 0 and times <= refinement.MOST_VECTORS
-    if not vjp.usable or found.inside is not None or not takes:
+    """`JFB(refine=k)` in bfloat16."""
+    space, inside = found.space, found.inside
+    if not vjp.usable or inside is not None or not isinstance(space, FastSpace):
         return None
-    return _refined(engine, times, v, vjp, found, None)
+    dtypes = [leaf.dtype for leaf in v] + vjp.dtypes + space.dtypes
+    if not jfb.takes(space, dtypes, gradient.refine):
+        return None
+    size = engine.norm(v, space)
+    unit = power_of_two(size)
+    how = Refinement(gradient.refine, found.solution.precision)
+    report = jfb.refined(v, vjp, space, unit, how)
+    assert report.length is not None
+    report.length = report.length * unit
+    return TensorAdjoint(space.in_parts(report.w), report, space, v, size, unit)
 
 
 def _gdeq(
@@ -225,19 +255,6 @@ def _gdeq(
         return None
     if known.steps.shape[1] + gradient.refine > refinement.MOST_VECTORS:
         return None
-    return _refined(engine, gradient.refine, v, vjp, found, known)
-
-
-def _refined(
-    engine: FastEngine,
-    times: int,
-    v: Sequence[Tensor],
-    vjp: TensorVJP,
-    found: Found,
-    known: ProductInverse | None,
-) -> Adjoint:
-    """`gdeq.refinement.refine` in kernels, in units of about ‖v‖; with no inverse from w = v."""
-    space = found.space
     size = engine.norm(v, space)
     unit = power_of_two(size)
     flat = space.join(v, factor=1 / unit)
@@ -248,12 +265,9 @@ def _refined(
         alike = all(leaf.dtype == made[0].dtype for leaf in made)
         return space.join(made, made[0].dtype if alike else None)
 
-    w, begins = flat, refinement.nothing_known(flat)
-    if known is not None:
-        w, mask = inverse.trusted(known.T, flat, LONGEST)
-        begins = known.T.only(mask)
-    how = Refinement(times, found.solution.precision)
-    report = refinement.refined(begins, w, flat, product_with, how)
+    w, mask = inverse.trusted(known.T, flat, LONGEST)
+    how = Refinement(gradient.refine, solution.precision)
+    report = refinement.refined(known.T.only(mask), w, flat, product_with, how)
     assert report.length is not None
     report.length = report.length * unit
     tensors = space.split(report.w, vjp.dtypes, factor=unit)

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from gdeq.lab.report.tables import csv_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import TINY, begun
 
+from gdeq.lab.report.tables import csv_text
 from gdeq.lab.tasks.images import ImageConfig, Images
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import process, runs

@@ -16,6 +16,8 @@ Norms are of the dtype of v, and overflow where those of the plain form do.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -25,11 +27,13 @@ from gdeq.fast.kernels.chunks import INFINITY, numbers, place, weighted_steps, w
 from gdeq.fast.kernels.device import on_device
 from gdeq.fast.kernels.inverse import APPLY_WARPS, DOTS_WARPS, laid_out
 from gdeq.fast.kernels.verdict import AHEAD, one_more
-from gdeq.fast.product import ProductInverse
 from gdeq.refinement import Refinement
 from gdeq.solution import Cotangent
 from gdeq.solvers.base import noise_level
 from gdeq.state import Vectorized
+
+if TYPE_CHECKING:
+    from gdeq.fast.product import ProductInverse
 
 DOTS_TILE, APPLY_TILE = 2, 4  # stored steps that a program reads at once
 NORMS = tl.constexpr(5)  # of each chunk
@@ -132,9 +136,9 @@ def _decide(
     last = count + taken  # the place of t_k
     of_b = gram + b * PLACES * PLACES
     # As in a solve, what is known is asked for before the first sum.  Of row p: the factor to which
-    # it leads, s_p to s_{p−1} (transposed) and t_i to t_{i+1}; s_0 leads to none.
+    # it leads, s_p to s_{p−1} (transposed) and t_i to t_{i+1}.
     factor = tl.where(p < count, p - 1, p)
-    known = (p >= tl.minimum(count, 1)) & (p < last)
+    known = (p > 0) & (p < last)
     diagonal = tl.load(of_b + factor * (PLACES + 1), mask=known, other=1.0)
     kept = tl.load(keep + b * PLACES + factor, mask=known, other=0) != 0
     a, row = tl.zeros((PLACES,), dtype=kind), tl.zeros((PLACES,), dtype=kind)  # of r, of t_k
@@ -263,13 +267,6 @@ def _go(
         for i in range(1, tl.load(best + b) + 1):
             here += _later(later, i, batch, d, in_rows, inside)
     tl.store(next_w + in_rows, here, mask=inside)
-
-
-def nothing_known(v: Tensor) -> ProductInverse:  # (batch, d)
-    """An inverse without steps, which is −I."""
-    batch, d = v.shape
-    keep = torch.empty(batch, 0, dtype=torch.bool, device=v.device)
-    return ProductInverse(v.new_empty(batch, 0, d), v.new_empty(batch, 0, 0), keep, True)
 
 
 def refined(
