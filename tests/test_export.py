@@ -108,6 +108,8 @@ def test_what_cannot_be_one_graph_says_so():
     torch._dynamo.reset()
     model = gdeq.fixed_steps(Model(gdeq.Broyden()), steps=2)
     assert model.layers[0].solver == gdeq.Broyden(max_iter=2, tol=0.0)
+    tested = gdeq.DEQ(lambda z, x: 0.5 * z + x, eval_solver=gdeq.Picard(60, 1e-5))
+    assert gdeq.fixed_steps(tested, 3).eval_solver == gdeq.Picard(max_iter=3, tol=0.0)
     with pytest.raises(Exception, match="cannot trace; use gradient GDEQ"):
         torch.compile(model, fullgraph=True, backend="eager")(X)
     with pytest.raises(Exception, match=r"gdeq\.fixed_steps"):

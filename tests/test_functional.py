@@ -187,3 +187,15 @@ def test_a_layer_with_dropout_and_weight_norm():
     assert gdeq.solve(lambda z: f(z, WEIGHT, X), torch.zeros_like(X)).converged.all()
     steps = vmap(lambda w: gdeq.solve(lambda z: f(z, w, X), torch.zeros_like(X)).steps)(MANY)
     assert steps.shape == (3, 3)
+
+
+def test_what_cannot_be_followed_is_told():
+    @torch.jit.script
+    def scripted(z, x):
+        return torch.tanh(0.5 * z + x)
+
+    def solved(x):
+        return gdeq.fixed_point(lambda z: scripted(z, x), torch.zeros_like(x)).z
+
+    with pytest.raises(RuntimeError, match=r"torch\.func cannot follow"):
+        torch.func.jacrev(solved)(torch.randn(2, 3))

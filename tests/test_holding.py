@@ -468,3 +468,14 @@ def test_steady_says_what_it_cannot_replace():
     assert done[-1].startswith("left MultiheadAttention (self_attn) draws")
     assert done[-1].endswith("set its dropout to 0")
     assert len(done) == 4
+
+
+def test_a_weight_is_held_for_the_parameters_it_is_made_of():
+    layer = gdeq.weight_norm(nn.Linear(3, 3))
+    one = {name: p.detach() for name, p in layer.named_parameters()}
+    two = {name: 3 * p + 1 for name, p in one.items()}
+    x = torch.randn(2, 3)
+    alone = [torch.func.functional_call(layer, p, (x,)) for p in (one, two)]
+    with gdeq.hold(layer):
+        together = [torch.func.functional_call(layer, p, (x,)) for p in (one, two)]
+    torch.testing.assert_close(together, alone)

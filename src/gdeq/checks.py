@@ -1,7 +1,8 @@
 """Whether a cell is what a solve takes it for: one function, of samples that do not meet.
 
 `DEQ` asks this after its first call, at the z that was found: two evaluations of f, and a third
-where the second shows something.  Nothing that a user could notice is changed by them.
+where the second shows something.  PyTorch's and Python's random generators and the buffers of the
+cell's modules stay as they were; what else a cell counts or draws goes on.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def process_groups(cell: object) -> tuple[Any, ...]:
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return ()
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is None:
+        return ()
     for module in modules_of(cell):
         for parameter in module.parameters():
             if isinstance(parameter, kind):
@@ -124,16 +127,17 @@ def examine(f: StateMap, z: State, cell: object, tol: float) -> Warning | None:
     name = type(cell).__name__ if isinstance(cell, nn.Module) else "the cell"
     half = f.precision >= torch.finfo(torch.float16).eps
     limit = max((4 if half else 100) * f.precision, 0.1 * tol)
-    # Every second sample gets another state: f of the others must not change.  The batch is as
-    # large as it was, so that dropout masks fit and kernels round alike.
-    step = 2 if space.batch > 1 else 1
+    # The first half of the samples gets other states: f of the others must not change.  The batch
+    # is as large as it was, so that dropout masks fit and kernels round alike.
+    half_way = space.batch // 2
     here = space.leaves(z, "z", cast=False)
     beside = space.copies(here)
     for leaf, other in zip(here, beside, strict=True):
-        other[1::2] = 0.5 * leaf.roll(1, 0)[1::2]
+        offset = 0.1 * (1 + leaf.square().mean().sqrt())
+        other[:half_way] = 0.5 * leaf.roll(1, 0)[:half_way] + offset
     with torch.no_grad(), _unnoticed(space.device, modules) as buffers:
         first = space.join(f.leaves(here))
-        coupled = _difference(first, space.join(f.leaves(beside)), step)
+        coupled = _difference(first, space.join(f.leaves(beside)), half_way)
         if coupled <= limit:
             return None
         with _watching(modules, space.device) as draws:
@@ -145,16 +149,16 @@ def examine(f: StateMap, z: State, cell: object, tol: float) -> Warning | None:
         ]
     if unsteady <= limit:
         told = COUPLED.format(cell=name, by=coupled)
-        return CoupledSamplesWarning(told) if step == 2 else None
+        return CoupledSamplesWarning(told) if half_way else None
     why = changed[0] if changed else "It seems to keep something from one evaluation to the next"
     if draws:  # the innermost part that does comes first
         why = DRAWS.format(who=draws[0])
     return UnsteadyCellWarning(UNSTEADY.format(cell=name, by=unsteady, why=why))
 
 
-def _difference(a: Tensor, b: Tensor, step: int = 1) -> float:  # (batch, d) each
-    """The largest, over every ``step``-th sample, beside its own size and that of the batch."""
-    moved, size = (each.nan_to_num(0.0) for each in safe_norms((b - a)[::step], a[::step]))
+def _difference(a: Tensor, b: Tensor, start: int = 0) -> float:  # (batch, d) each
+    """The largest, from this sample on, beside its own size and that of the batch."""
+    moved, size = (each.nan_to_num(0.0) for each in safe_norms((b - a)[start:], a[start:]))
     beside = (size + size.mean()).clamp(min=torch.finfo(size.dtype).tiny)
     return (moved / beside).max().item()
 

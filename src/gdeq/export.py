@@ -24,8 +24,9 @@ class FixedSteps(DEQ):
         compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
         if compiling and torch.is_grad_enabled() and self._needs_products():
             raise RuntimeError(
-                f"gdeq: {self.gradient} computes VJPs in the backward pass, which torch.compile "
-                "cannot trace; use gradient GDEQ(), JFB() or Unrolled(), or torch.no_grad()"
+                f"gdeq: {type(self.gradient).__name__} as it is set computes VJPs in the backward "
+                "pass, which torch.compile cannot trace; use gradient GDEQ(), JFB() or Unrolled(), "
+                "or torch.no_grad()"
             )
         return _forward(self, *inputs, z0=z0, **options)
 
@@ -37,7 +38,7 @@ _forward = inspect.unwrap(DEQ.forward)
 
 
 def fixed_steps(model: M, steps: int | None = None) -> M:
-    """Let every `DEQ` in ``model`` make exactly so many solver steps, in place.
+    """Let every `DEQ` in ``model`` make exactly so many solver steps.  Changes the model itself.
 
     Then the model is one graph: for ``torch.compile(model, fullgraph=True)``, and for a smaller and
     faster program from ``torch.export.export`` and ``torch.onnx.export``.  (Those take any model;
@@ -61,8 +62,13 @@ def fixed_steps(model: M, steps: int | None = None) -> M:
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no gdeq.DEQ")
     for layer in layers:
+        if type(layer) not in (DEQ, FixedSteps):
+            raise TypeError(
+                f"{type(layer).__name__} has a forward of its own; put a plain gdeq.DEQ inside it"
+            )
         layer.__class__ = FixedSteps
-        if layer.solver is not None:
-            made = steps or layer.solver.max_iter
-            layer.solver = replace(layer.solver, tol=0.0, max_iter=made)
+        for name in ("solver", "eval_solver"):
+            solver = getattr(layer, name)
+            if solver is not None:
+                setattr(layer, name, replace(solver, tol=0.0, max_iter=steps or solver.max_iter))
     return model

@@ -114,7 +114,9 @@ def find(
     wanted = gradient if torch.is_grad_enabled() and not torch.compiler.is_exporting() else None
     with blind(without_values(on_state.space.leaves(z0, "z0", cast=True))):
         if torch.compiler.is_dynamo_compiling():
-            z = functional.compiled(on_state, z0, solver, wanted)
+            # Unrolled steps are part of the value too.
+            used = gradient if isinstance(gradient, Unrolled) else wanted
+            z = functional.compiled(on_state, z0, solver, used)
             return z, cast(Solution, None)  # there are no values to record
         if isinstance(gradient, Unrolled):
             solution = _unrolled(on_state, z0, solver, gradient)

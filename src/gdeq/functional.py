@@ -8,8 +8,8 @@ all.  z* is found as a constant; then a step of Newton's method, whose value is 
 
 gives it derivatives, with (I − J)⁻¹ taken as constant.  Backwards the step needs w = (I − J)⁻ᵀv,
 which is what a gradient method computes; forwards (I − J)⁻¹ẏ, one solve of the tangent equation.
-Two such steps have right second derivatives, k steps those of order k, if w is given derivatives in
-the same way: w = v + Jᵀw is a fixed point too.
+Two such steps have right second derivatives, if w is given derivatives in the same way:
+w = v + Jᵀw is a fixed point too.  There are no third ones.
 
 A transform hands a rule the inputs of the step as they are at its own level, and no others.  So
 what f closes over must be an input too: f is put on a tape.
@@ -18,12 +18,13 @@ what f closes over must be an input too: f is put on a tape.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -121,10 +122,21 @@ class Tape(TorchFunctionMode):
         self.kept: list[Any] = []  # so that no other has its id
         self.given: list[Tensor] = []
         self.kind, self.dtype = f.kind, f.autocast_dtype
-        self._place(z)
-        with self:
-            out = f(z)
-        self.out, self.count = self._place(out), len(self.kept)
+
+        def record(z: Tensor) -> Tensor:
+            self._place(z)
+            with self:
+                out = f(z)
+            level = functorch.maybe_current_level()
+            if any(functorch.maybe_get_level(g) == level and g.requires_grad for g in self.given):
+                raise RuntimeError(
+                    "gdeq: f computes with z in a way that torch.func cannot follow, such as a "
+                    "torch.jit function; write that part in plain PyTorch, or use .backward()"
+                )
+            self.out, self.count = self._place(out), len(self.kept)
+            return out
+
+        torch.func.vjp(record, z)  # one level up: what depends on z shows there
         self.places, self.kept = {}, []
 
     def __torch_function__(
@@ -147,8 +159,10 @@ class Tape(TorchFunctionMode):
         return _Place(self.places[id(leaf)])
 
     def __call__(self, z: Tensor, *given: Tensor) -> Tensor:
-        tensors: dict[int, Tensor] = {0: z}
-        rest = iter(given)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # f may leave it otherwise
+            return self._replay({0: z}, iter(given))
+
+    def _replay(self, tensors: dict[int, Tensor], rest: Iterator[Tensor]) -> Tensor:
         for func, put, new, outs, autocast in self.calls:
             tensors.update(zip(new, rest, strict=False))
             args, kwargs = pytree.tree_map_only(_Place, tensors.__getitem__, put)
@@ -297,6 +311,6 @@ class _Final(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         check_second_order(ctx.gradient)
-        raise RuntimeError("gdeq: no further derivative")
+        raise RuntimeError("gdeq: a fixed point has first and second derivatives, no third")
 
     jvp = backward

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,13 @@ class _Hold:
     ) -> None:
         self.modules, self.owner = modules, owner
         self.grad = torch.is_grad_enabled()
-        self.values: dict[nn.Module, tuple[Any, bool]] = {}  # and whether made with autograd
+        self.values: dict[tuple[Any, ...], _Value] = {}
+
+
+class _Value(NamedTuple):
+    value: Any
+    grad: bool  # made with autograd
+    made_of: tuple[Tensor, ...]  # kept alive: their ids are in the key
 
 
 _open = _Open()
@@ -47,18 +53,21 @@ class Held(nn.Module):
     use.  A subclass calls ``self.held(make)``.
     """
 
-    def held(self, make: Callable[[], Any], draws: bool = True) -> Any:
-        """draws: ``make`` draws random numbers; else it may be called again for a graph."""
+    def held(self, make: Callable[[], Any], *made_of: Tensor) -> Any:
+        """made_of: what ``make`` computes with; without it, it draws random numbers.
+
+        What is computed is kept for each ``made_of``, and made again where a graph is wanted.
+        """
         holds = [each for each in _open.holds if each.modules is None or self in each.modules]
         if not holds:
             return make()
         # The solve runs without autograd, but what it keeps is also used with it afterwards.
         grad = torch.is_grad_enabled() or any(each.grad for each in holds)
-        values = holds[0].values
-        if self not in values or (grad and not draws and not values[self][1]):
+        values, key = holds[0].values, (self, *map(id, made_of))
+        if key not in values or (grad and made_of and not values[key].grad):
             with torch.set_grad_enabled(grad):
-                values[self] = (make(), grad)
-        return values[self][0]
+                values[key] = _Value(make(), grad, made_of)
+        return values[key].value
 
 
 @contextlib.contextmanager
@@ -169,7 +178,7 @@ class _WeightNorm(Held):
         self.dim = dim
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        return self.held(lambda: v * (g / torch.norm_except_dim(v, 2, self.dim)), draws=False)
+        return self.held(lambda: v * (g / torch.norm_except_dim(v, 2, self.dim)), g, v)
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         return torch.norm_except_dim(weight, 2, self.dim), weight
@@ -179,8 +188,14 @@ class _OncePerSolve(Held, parametrize.ParametrizationList):
     """PyTorch's parametrizations of one tensor, computed once per solve."""
 
     def forward(self) -> Tensor:
-        made: Tensor = self.held(super().forward, draws=False)
+        made: Tensor = self.held(super().forward, *self._originals())
         return made
+
+    def _originals(self) -> list[Tensor]:
+        """What PyTorch keeps in place of the tensor: itself, or the parts it was split into."""
+        if self.is_tensor:
+            return [self.original]
+        return [getattr(self, f"original{i}") for i in range(self.ntensors)]
 
 
 class _Times(nn.Module):

@@ -213,7 +213,7 @@ class DEQ(nn.Module):
         gradient = gradient or self.gradient
         if solver is not None and not torch.is_grad_enabled() and gradient.needs.broyden:
             gradient = JFB()  # none is computed, so any solver will do
-        self._groups = process_groups(self.cell) or self._groups
+        self._groups = self._groups or process_groups(self.cell)
         if self._groups:
             f = _Sharded(f, self._groups)
         if solver is not None and solver is self._default:
@@ -298,7 +298,9 @@ class DEQ(nn.Module):
             )
 
     def extra_repr(self) -> str:
-        return f"solver={self.solver}, gradient={self.gradient}"
+        told = f"solver={self.solver}, gradient={self.gradient}"
+        told += "" if self.eval_solver is None else f", eval_solver={self.eval_solver}"
+        return told if self.batched else f"{told}, batched=False"
 
     def __getstate__(self) -> dict[str, Any]:
         # The record is of one call; copies and pickles of the layer start without it.

@@ -19,6 +19,7 @@ from gdeq.secants import Secants
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Point, change_seen, select
 from gdeq.state import Vectorized
+from gdeq.tracing import look_is_free
 
 # Broyden's inverse is trusted where it makes v at most this many times as long: after a long solve
 # it can be too long by orders of magnitude.
@@ -138,10 +139,13 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
         good = good & (short | (sizes[-1] <= how.setback * sizes.amin(dim=0)))
         moved = torch.where(good, norm(after), 0.0)
     else:
-        start = least_combination(seen, v)
-        other = start.z + start.g
         good = good & (sizes[-1] <= sizes.amin(dim=0)) & (fits | (how.times > 1))
-        moved = torch.where(good, norm(after), norm(start.g))
+        # A look is free on a CPU, and mostly saves the work.
+        unused = look_is_free(v.device) and bool(good.all())
+        start = Point(w, r) if unused else least_combination(seen, v)
+        other = start.z + start.g
+        # A plain step moves slow modes too little to show how far off they are.
+        moved = torch.where(good, norm(after), norm(start.g) * how.secants.slowest().clamp(min=1.0))
     w = select(good, w, other)
     length = norm(w)
     # No step although there is a residual: nothing is known about the error.
@@ -159,25 +163,27 @@ def least_combination(seen: list[Point], v: Tensor) -> Point:  # (batch, d)
     seen: every w with its r; one that is not finite is left out, and of more than 16 the last are
         taken (a larger system waits for the device, which a recorded step may not).
 
-    Least squares from the best w, or 0: the ridge, which keeps the system regular where images are
-    nearly parallel, can then never make the residual larger.
+    Least squares from the best w, or 0: up to rounding, the ridge, which keeps the system regular
+    where images are nearly parallel, can then not make the residual larger.
     """
     seen = seen[-16:]
     points = [Point(torch.zeros_like(v), v), *seen]
     best = torch.stack([norm(r) for _, r in points]).argmin(dim=0)
     w, r = (_rows(list(vectors), best) for vectors in zip(*points, strict=True))
-    image = v.unsqueeze(1) - torch.stack([r for _, r in seen], dim=1)  # (batch, times, d)
+    # In float64: rounding of nearly parallel images would be taken for directions.
+    image = (
+        v.unsqueeze(1) - torch.stack([r for _, r in seen], dim=1)
+    ).double()  # (batch, times, d)
     size = torch.linalg.vector_norm(image, dim=2, keepdim=True)
     usable = (size > 0) & torch.isfinite(size)
     image = torch.where(usable, image / size, 0.0)
     source = torch.where(usable, torch.stack([w for w, _ in seen], dim=1) / size, 0.0)
-    gram = torch.bmm(image, image.mT).double()
+    gram = torch.bmm(image, image.mT)
     gram.diagonal(dim1=1, dim2=2).add_(1e-10)
     # solve_ex does not read the device to look for errors: the ridge keeps it regular.
-    shares, _ = torch.linalg.solve_ex(gram, torch.bmm(image, r.unsqueeze(2)).double())
-    shares = shares.to(v.dtype).mT  # (batch, 1, times)
-    move, change = torch.bmm(shares, source), torch.bmm(shares, image)
-    return Point(w + move.squeeze(1), r - change.squeeze(1))
+    shares, _ = torch.linalg.solve_ex(gram, torch.bmm(image, r.double().unsqueeze(2)))
+    move, change = torch.bmm(shares.mT, source), torch.bmm(shares.mT, image)
+    return Point(w + move.squeeze(1).to(v.dtype), r - change.squeeze(1).to(v.dtype))
 
 
 def _rows(vectors: list[Tensor], at: Tensor) -> Tensor:  # (batch, d) each, (batch,) -> (batch, d)

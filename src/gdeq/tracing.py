@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,9 +20,15 @@ WHY = (
     "gdeq: a solve stops where its values say, which is no single graph; compile the cell with "
     "deq.cell.compile(), or make the solves of a model traceable with gdeq.fixed_steps(model)"
 )
-# Not context variables: backward passes run in threads of their own.
-_hidden = [False]  # on devices
-_blind = [False]  # everywhere
+# Not of a thread: backward passes of what is recorded run in threads of their own.
+_hidden = [False]
+
+
+class _Blind(threading.local):
+    on = False
+
+
+_blind = _Blind()
 
 
 def host_may_look(device: torch.device) -> bool:
@@ -30,14 +37,14 @@ def host_may_look(device: torch.device) -> bool:
     Where this is False, compute both outcomes and select; elsewhere a look may save work.
     """
     if device.type == "cpu":
-        return not _blind[-1]
+        return not _blind.on
     recording = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
-    return not (_blind[-1] or _hidden[-1] or (recording is not None and recording()))
+    return not (_blind.on or _hidden[-1] or (recording is not None and recording()))
 
 
 def look_is_free(device: torch.device) -> bool:
     """Whether the host may look and need not wait: on a CPU."""
-    return device.type == "cpu" and not _blind[-1]
+    return device.type == "cpu" and not _blind.on
 
 
 @contextlib.contextmanager
@@ -52,16 +59,17 @@ def hidden() -> Iterator[None]:
 
 @contextlib.contextmanager
 def blind(wanted: bool = True) -> Iterator[None]:
-    """While this is open, nobody looks at values, on a CPU neither."""
-    _blind.append(wanted or _blind[-1])
+    """While this is open, nobody in this thread looks at values, on a CPU neither."""
+    before = _blind.on
+    _blind.on = wanted or before
     try:
         yield
     finally:
-        _blind.pop()
+        _blind.on = before
 
 
 def is_blind() -> bool:
-    return _blind[-1]
+    return _blind.on
 
 
 def transforms() -> list[str]:

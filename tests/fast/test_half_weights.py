@@ -90,3 +90,17 @@ def test_a_compiled_cell_is_compiled_once_for_all_solves():
             deq(torch.randn(3, 8, device=DEVICE)).sum().backward()
         seen.append(counter.frame_count)
     assert seen == [2, 2, 2]  # with autograd and without
+
+
+def test_weights_that_a_hook_makes_are_left_alone():
+    with pytest.warns(FutureWarning):
+        made = nn.utils.weight_norm(nn.Linear(4, 4))
+    plain = nn.Linear(4, 4)
+    found = half_weights.HalfWeights(nn.ModuleList([made, plain]), torch.bfloat16).layers
+    assert [layer for layer, _ in found] == [plain]
+
+
+def test_a_part_in_full_precision_stays_so():
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with torch.no_grad(), half_weights.HalfWeights(layer, torch.bfloat16).used():
+        assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))

@@ -11,6 +11,7 @@ that is not exactly PyTorch's own, or whose forward was replaced, is left alone.
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,19 +20,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+# One thread at a time computes with copies; the others, and calls with autograd or outside
+# autocast, take the plain way.
+_busy = threading.Lock()
 
-# With autograd it is a call from another thread, which wants its gradients.
+
+def _copies(self: Any, x: Tensor) -> Any:
+    plain = torch.is_grad_enabled() or not torch.is_autocast_enabled(x.device.type)
+    return None if plain else getattr(self, "half_weights", None)
+
+
 def _linear(self: Any, x: Tensor) -> Tensor:
-    if torch.is_grad_enabled():
-        return nn.Linear.forward(self, x)
-    return linear(x, *self.half_weights)
+    half = _copies(self, x)
+    return nn.Linear.forward(self, x) if half is None else linear(x, *half)
 
 
 def _convolution(self: Any, x: Tensor) -> Tensor:
-    if torch.is_grad_enabled():
-        plain: Tensor = type(self).forward(self, x)
-        return plain
-    y: Tensor = self._conv_forward(x, *self.half_weights)
+    half = _copies(self, x)
+    y: Tensor = type(self).forward(self, x) if half is None else self._conv_forward(x, *half)
     return y
 
 
@@ -60,16 +66,21 @@ class HalfWeights:
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
         """While this is open the layers compute with the copies; without autograd."""
-        for m, half in self.layers:
-            # A method and not a closure: torch.compile takes every pair of copies for the same.
-            vars(m).update(half_weights=half, forward=types.MethodType(FORWARD[type(m)], m))
+        if not self.layers or not _busy.acquire(blocking=False):
+            yield
+            return
         try:
+            for m, half in self.layers:
+                # A method and not a closure: torch.compile takes every pair of copies for the same.
+                vars(m).update(half_weights=half, forward=types.MethodType(FORWARD[type(m)], m))
             yield
         finally:
             for m, _ in self.layers:
                 del vars(m)["forward"], vars(m)["half_weights"]
+            _busy.release()
 
 
 def _is_plain(m: Any) -> bool:
     """Whether a call of it is one of its class, with weights that autocast would cast."""
-    return "forward" not in vars(m) and m.weight.dtype == torch.float32
+    own = "weight" in m._parameters and not m._forward_pre_hooks  # else a hook makes it at a call
+    return own and "forward" not in vars(m) and m.weight.dtype == torch.float32

@@ -120,8 +120,9 @@ class Broyden(Solver):
         if not full and taken == state.u.shape[1]:
             state.grow(min(state.memory, 2 * taken))
         at = torch.arange(s.shape[0], device=s.device), state.count % state.memory
-        u_old, v_old = state.u[at], state.v[at]  # zeros, unless the place is used again
+        u_old = v_old = torch.zeros((), dtype=s.dtype, device=s.device)
         if full:  # drop the oldest (zeros, for a sample that has skipped updates)
+            u_old, v_old = state.u[at], state.v[at]
             bg = bg - u_old * dot(v_old, here.g)
             bg_try = bg_try - u_old * dot(v_old, g)
             v = v - v_old * dot(u_old, s)

@@ -283,7 +283,7 @@ def residual_norms(
     space: FastSpace,
     per_unit: Tensor,  # (batch,)
 ) -> Tensor:  # (batch,)
-    """`gdeq.operators.residual_norm` of tensors, in units."""
+    """`gdeq.engine.Reference.residual_norm` of tensors, in units."""
     chunks = _chunks(space)
     partial = torch.empty(space.batch, sum(chunks), dtype=torch.float64, device=space.device)
     first_chunk = 0

@@ -27,7 +27,7 @@ def norms(x: Tensor) -> Tensor:  # (batch, d) -> (batch,)
 
 
 def residual_norms(v: Tensor, w: Tensor, product: Tensor) -> Tensor:  # (batch, d) each -> (batch,)
-    """`gdeq.operators.residual_norm`: of v − w + product."""
+    """`gdeq.engine.Reference.residual_norm`: of v − w + product."""
     return _norms(v, w, product, residual=True)
 
 

@@ -580,6 +580,7 @@ def _deq_of(model: nn.Module, task: Task[Any]) -> DEQ:
             f"the model of {task.name} must have its equilibrium layer, a gdeq.DEQ, as the "
             "attribute deq"
         )
+    found.eval_solver = None  # the run's settings say how it is solved, in a test too
     return found
 
 
