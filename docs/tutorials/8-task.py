@@ -5,7 +5,9 @@
 # one file, and `gdeq train` brings the rest: checkpoints and resume, several GPUs, capture,
 # adaptive budgets, comparisons of gradients, and a report.
 #
-# A task has five parts: data, model, loss, score and presets. This is the whole file.
+# A task has five parts: data, model, loss, score and presets. This is the whole file. The solver
+# and the gradient are settings of the run, such as `gradient=implicit` or `gradient.refine=1`, and
+# replace those that the file gives to `DEQ`.
 
 # %%
 import json
