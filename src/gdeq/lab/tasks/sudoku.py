@@ -79,9 +79,9 @@ class Puzzles(Task[SudokuConfig]):
             "gradient": {"name": "unrolled", "steps": 3, "damping": 1.0, "refine": 1},
             "optimizer": {"lr": 3e-3, "schedule": "onecycle", "warmup": 0.1, "clip": 1.0},
         },
-        # About eight minutes on one H200, 1.6 M parameters.  Four segments of eight evaluations of f,
-        # the last four of each with autograd: of the gradients tried, this one kept f closest to
-        # an equilibrium.
+        # About eight minutes on one H200, 1.6 M parameters.  Four segments of eight evaluations of
+        # f, the last four of each with autograd: of the gradients tried, this one kept f closest
+        # to an equilibrium.
         "sudoku": {
             "epochs": 68,
             "batch_size": 512,
