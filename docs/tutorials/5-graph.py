@@ -68,7 +68,7 @@ class Model(nn.Module):
 # %%
 model = Model()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-for _ in range(20):
+for _ in range(40):
     score = model(features, spread)
     loss = nn.functional.cross_entropy(score[known], side[known])
     optimizer.zero_grad()
@@ -123,7 +123,7 @@ plt.legend(loc="upper center")
 # %% [test]
 assert right > 0.9, right
 assert model.deq.solution.converged.all(), model.deq.solution
-assert errors["one system"] < 0.5, errors
+assert errors["one system"] < 0.7 < errors["60 samples"], errors
 
 # %% [markdown]
 # The colour is the model's belief, and green rings are the nodes whose label it was given.
