@@ -15,7 +15,9 @@ gain: for the first w, secants as they are (unsafe on LASSO by up to 58 times), 
 smallest residual (loses slow modes), v first and secants later (worse everywhere), and dropping
 every secant that does not fit (loses value iteration).  For the last step, the combination of
 smallest residual for every sample, or wherever a residual is above that of w = 0: both lose value
-iteration, whose good w have large residuals.
+iteration, whose good w have large residuals.  On LASSO and the elastic net, smaller ridges for
+secants that fit, other scales of misfit, and −I after the first step change the medians by a few
+per cent at most: the secants hold little of w.
 """
 
 from __future__ import annotations

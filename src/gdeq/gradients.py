@@ -194,7 +194,7 @@ class GDEQ(Gradient):
 
     Beyond the paper, Broyden's method goes on with the adjoint equation for a few VJPs, from a
     first estimate that is made for long solves too (`gdeq.refinement`).  Its error is rarely above
-    twice the larger of 0.5 and that of ``JFB(refine=k)``: in none of 6,304 cases on maps of many
+    twice the larger of 0.5 and that of ``JFB(refine=k)``: in none of 6,328 cases on maps of many
     fields (benchmarks/gradients.py).  In the median it is smaller, though not on LASSO.
 
     refine: spend exactly this many VJPs.  How far the last step moved w, ‖Δw‖/‖w‖, is the ``error``
