@@ -207,7 +207,7 @@ class StateMap:
     def __init__(self, space: StateSpace, f: Callable[[State], State]) -> None:
         self.space, self.f = space, f
         self.kind = space.device.type
-        self.autocast = _autocast_enabled(self.kind)
+        self.autocast = autocast_enabled(self.kind)
         self.autocast_dtype = torch.get_autocast_dtype(self.kind) if self.autocast else None
         self.precision = max(torch.finfo(dtype).eps for dtype in space.dtypes)
         if self.autocast_dtype and torch.float64 not in space.dtypes:  # which autocast leaves alone
@@ -269,7 +269,7 @@ def detached(z: State) -> State:
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Outside autocast: the solvers' own algebra must not be rounded to half precision."""
-    if _autocast_enabled(device.type):
+    if autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
@@ -319,6 +319,6 @@ def _is_channels_last(leaf: Tensor) -> bool:
     return dense and not leaf.is_contiguous()
 
 
-def _autocast_enabled(device_type: str) -> bool:
+def autocast_enabled(device_type: str) -> bool:
     available = torch.amp.autocast_mode.is_autocast_available(device_type)
     return available and torch.is_autocast_enabled(device_type)
