@@ -26,8 +26,7 @@ from gdeq.options import describe
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Solver, System
 from gdeq.state import State, StateMap, StateSpace, Vectorized, full_precision
-from gdeq.together import together
-from gdeq.tracing import is_blind, is_traced
+from gdeq.tracing import is_blind, is_traced, together
 
 
 @dataclass

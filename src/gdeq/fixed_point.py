@@ -17,7 +17,7 @@ from gdeq import functional
 from gdeq.adjoint import attach
 from gdeq.engine import REFERENCE, Engine, Found, choose
 from gdeq.gradients import DEFAULT, Gradient, Implicit, Unrolled
-from gdeq.ledger import Measure
+from gdeq.loop import Measure
 from gdeq.options import count_of, describe
 from gdeq.second_order import attach_twice
 from gdeq.solution import BackwardRecord, Solution, Status

@@ -28,8 +28,7 @@ from gdeq.solvers.base import Solver, System, check_solver, select
 from gdeq.solvers.broyden import Broyden
 from gdeq.solvers.gmres import GMRES
 from gdeq.state import Vectorized
-from gdeq.together import anywhere
-from gdeq.tracing import host_may_look
+from gdeq.tracing import anywhere, host_may_look
 
 
 class Needs(NamedTuple):
@@ -375,6 +374,6 @@ def _solve_adjoint(
 
 
 def rounding_floor(w: Tensor, v: Tensor, precision: float) -> Tensor:  # (batch, d) -> (batch,)
-    """The residual that the rounding of v + Jᵀw may leave or hide (see `gdeq.ledger`)."""
+    """The residual that the rounding of v + Jᵀw may leave or hide (see `gdeq.loop`)."""
     reached, size = safe_norms(w, v)
     return 0.5 * precision * relative(size + reached, size)

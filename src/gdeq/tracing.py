@@ -24,11 +24,12 @@ WHY = (
 _hidden = [False]
 
 
-class _Blind(threading.local):
-    on = False
+class _OfThread(threading.local):
+    blind = False  # nobody looks at values
+    groups: tuple[Any, ...] = ()  # of processes that evaluate f at the same time
 
 
-_blind = _Blind()
+_here = _OfThread()
 
 
 def host_may_look(device: torch.device) -> bool:
@@ -37,14 +38,14 @@ def host_may_look(device: torch.device) -> bool:
     Where this is False, compute both outcomes and select; elsewhere a look may save work.
     """
     if device.type == "cpu":
-        return not _blind.on
+        return not _here.blind
     recording = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
-    return not (_blind.on or _hidden[-1] or (recording is not None and recording()))
+    return not (_here.blind or _hidden[-1] or (recording is not None and recording()))
 
 
 def look_is_free(device: torch.device) -> bool:
     """Whether the host may look and need not wait: on a CPU."""
-    return device.type == "cpu" and not _blind.on
+    return device.type == "cpu" and not _here.blind
 
 
 @contextlib.contextmanager
@@ -60,16 +61,39 @@ def hidden() -> Iterator[None]:
 @contextlib.contextmanager
 def blind(wanted: bool = True) -> Iterator[None]:
     """While this is open, nobody in this thread looks at values, on a CPU neither."""
-    before = _blind.on
-    _blind.on = wanted or before
+    before = _here.blind
+    _here.blind = wanted or before
     try:
         yield
     finally:
-        _blind.on = before
+        _here.blind = before
 
 
 def is_blind() -> bool:
-    return _blind.on
+    return _here.blind
+
+
+@contextlib.contextmanager
+def together(groups: tuple[Any, ...]) -> Iterator[None]:
+    """While this is open, `anywhere` asks all members of these process groups.
+
+    An f that is sharded over processes is evaluated by all of them at the same time, so all must
+    make the same number of evaluations.
+    """
+    before, _here.groups = _here.groups, groups
+    try:
+        yield
+    finally:
+        _here.groups = before
+
+
+def anywhere(mask: Tensor) -> bool:
+    """Whether the mask holds for any sample, here or on a process that evaluates f with us."""
+    found = mask.any()
+    for group in _here.groups:
+        found = found.int()
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group)
+    return bool(found)
 
 
 def transforms() -> list[str]:

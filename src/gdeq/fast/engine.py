@@ -33,8 +33,7 @@ from gdeq.fast.maps import FastMap
 from gdeq.fast.product import ProductInverse, Settled, Start
 from gdeq.gradients import GDEQ, JFB, Gradient
 from gdeq.holding import held_module
-from gdeq.ledger import judged_sizes
-from gdeq.loop import Iterates
+from gdeq.loop import Iterates, judged_sizes
 from gdeq.operators import relative, safe_norms
 from gdeq.refinement import LONGEST, Refinement
 from gdeq.solution import Cotangent
