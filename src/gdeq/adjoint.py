@@ -114,12 +114,12 @@ class Evaluation:
         return space.state(made)
 
 
-def attach(f: StateMap, found: Found, gradient: Gradient, engine: Engine) -> State:
+def attach(f: StateMap, found: Found, gradient: Gradient) -> State:
     """z of the solution with gradients to all that f closes over, by one more evaluation of f."""
     evaluation: Evaluation | None = found.evaluation
     with full_precision(found.space.device):
         if evaluation is None:
-            evaluation = Evaluation(f, Link(gradient, engine))
+            evaluation = Evaluation(f, Link(gradient, found.solution.engine))
             evaluation.at(found.space.leaves(found.solution.z, "z", cast=False))
         return evaluation.attach(found)
 

@@ -50,17 +50,20 @@ class TensorVJP(Protocol):
     def __call__(self, u: Sequence[Tensor]) -> list[Tensor]: ...
 
 
-class Adjoint(Protocol):
+@dataclass
+class Adjoint:
     """What a gradient made of v in one backward pass."""
 
     w: list[Tensor]  # like the tensors of f(z)
     report: Cotangent
 
     def residual(self, product: Sequence[Tensor]) -> Tensor:  # -> (batch,)
-        """‖v − (I − Jᵀ)w‖/‖v‖, given Jᵀw."""
+        """‖v − (I − Jᵀ)w‖/‖v‖, given Jᵀw; of gradients that ask for VJPs."""
+        raise NotImplementedError
 
     def length(self) -> Tensor:  # -> (batch,)
-        """‖w‖, or ‖v‖ where w is 0."""
+        """‖w‖, or ‖v‖ where w is 0; of gradients that ask for VJPs."""
+        raise NotImplementedError
 
 
 class Engine(Protocol):
@@ -79,29 +82,20 @@ class Engine(Protocol):
 
 
 @dataclass
-class VectorAdjoint:
-    """w as a batched vector, in units of about ‖v‖: w is linear in v, and losses come in all sizes.
+class VectorAdjoint(Adjoint):
+    """w as a batched vector, in units of about ‖v‖, so that losses may come in all sizes."""
 
-    unit: None where v was taken as it is.
-    """
-
-    w: list[Tensor]
-    report: Cotangent
     engine: Reference
     space: StateSpace
     v: Tensor  # (batch, d) in units
-    size: Tensor | None = None  # (batch,) ‖v‖ in units
-    unit: Tensor | None = None  # (batch,)
+    size: Tensor  # (batch,) ‖v‖ in units
+    unit: Tensor  # (batch,)
 
     def residual(self, product: Sequence[Tensor]) -> Tensor:  # -> (batch,)
-        assert self.size is not None
-        assert self.unit is not None
         of_w = self.space.join(product, factor=1 / self.unit)
         return relative(self.engine.residual_norm(self.v, self.report.w, of_w), self.size)
 
     def length(self) -> Tensor:  # -> (batch,)
-        assert self.size is not None
-        assert self.unit is not None
         if self.report.w is self.v:
             return self.size * self.unit
         (length,) = safe_norms(self.report.w)
@@ -110,7 +104,6 @@ class VectorAdjoint:
 
     def shortfall(self) -> Tensor:  # -> (batch, d)
         """v − w, not in units."""
-        assert self.unit is not None
         return (self.v - self.report.w) * self.unit.unsqueeze(1)
 
 
@@ -153,7 +146,7 @@ class Reference:
         if not vjp.usable:
             flat = space.join(v)
             report = gradient.cotangent(flat, _no_vjp, found.solution)
-            return VectorAdjoint(_tensors(report.w, vjp, found), report, self, space, flat)
+            return Adjoint(_tensors(report.w, vjp, found), report)
         size = self.norm(v, space)
         unit = power_of_two(size)
         flat = space.join(v, factor=1 / unit)

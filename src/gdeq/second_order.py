@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from gdeq.adjoint import Evaluation, Link, Product, this_pass
-from gdeq.engine import Engine, Found, VectorAdjoint
+from gdeq.engine import Found, VectorAdjoint
 from gdeq.gradients import Gradient, Implicit
 from gdeq.solution import BackwardRecord
 from gdeq.state import State, StateMap, StateSpace, full_precision
@@ -33,9 +33,9 @@ def needed(gradient: Gradient) -> bool:
     return isinstance(gradient, Implicit) and gradient.double_backward
 
 
-def attach_twice(f: StateMap, found: Found, gradient: Implicit, engine: Engine) -> State:
+def attach_twice(f: StateMap, found: Found, gradient: Implicit) -> State:
     """`gdeq.adjoint.attach`, with second derivatives."""
-    first = replace(gradient, double_backward=False)
+    first, engine = replace(gradient, double_backward=False), found.solution.engine
     # The user's record is that of the outer evaluation.
     unseen = replace(found.solution, record=BackwardRecord())
     leaves = found.space.leaves(found.solution.z, "z", cast=False)
@@ -78,7 +78,6 @@ class _TwiceLink(Link):
         made, gradient, space = self.adjoint, self.gradient, self.found.space
         assert isinstance(made, VectorAdjoint)
         assert isinstance(gradient, Implicit)
-        assert made.unit is not None
         w, unit, inside = made.report.w, made.unit.unsqueeze(1), self.found.inside
         right = space.join(v) / unit
 

@@ -195,11 +195,9 @@ class FastEngine(Reference):
 
 
 @dataclass
-class TensorAdjoint:
+class TensorAdjoint(Adjoint):
     """w in the tensors of the state as they lie; no batched vector was made."""
 
-    w: list[Tensor]
-    report: Cotangent
     space: FastSpace
     v: Sequence[Tensor]
     size: Tensor  # (batch,) ‖v‖
@@ -249,7 +247,7 @@ def _gdeq(
         dtypes = {leaf.dtype for leaf in v} | set(vjp.dtypes)
         flat = space.join(v, next(iter(dtypes)) if len(dtypes) == 1 else None)
         report = Cotangent(known.T.negative_matvec(flat), 0)
-        return VectorAdjoint(space.split(report.w, vjp.dtypes), report, engine, space, flat)
+        return Adjoint(space.split(report.w, vjp.dtypes), report)
     if not gradient.refine or space.dtype != known.gram.dtype:
         return None
     if known.steps.shape[1] + gradient.refine > refinement.MOST_VECTORS:
