@@ -170,8 +170,7 @@ class Reference:
 
 
 class Together(Reference):
-    """For an f that processes evaluate together, as a cell that is sharded over them: a solve ends
-    on all of them at the same step, in the backward pass too."""
+    """For a cell that is sharded over processes: they evaluate f together, equally often."""
 
     def __init__(self, groups: tuple[Any, ...]) -> None:
         self.groups = groups
@@ -231,7 +230,7 @@ def faster(model: str, module: Any, *inputs: Any) -> Callable[[], Any] | None:
     """A faster way to what a model or its cell returns for these inputs; None where there is none.
 
     ``module.config.fused`` says whether to look for one: True, False, or "auto" where work is done
-    by `gdeq.fast`.  There ``gdeq.fast.NAME`` has a ``runner`` for the model of this name.
+    by `gdeq.fast`, whose ``gdeq.fast.NAME`` has a ``runner`` for the model of this name.
     """
     wanted = module.config.fused
     if wanted is False or is_traced() or not (wanted is True or runs_fast(inputs[-1].device)):

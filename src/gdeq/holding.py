@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +22,14 @@ class _Open(threading.local):
     holds: tuple[_Hold, ...] = ()
 
 
+@dataclass
 class _Hold:
-    """What is kept while one `hold` is open; modules: of whom (None: of all)."""
+    """What is kept while one `hold` is open."""
 
-    def __init__(
-        self, modules: frozenset[nn.Module] | None, owner: nn.Module | None = None
-    ) -> None:
-        self.modules, self.owner = modules, owner
-        self.grad = torch.is_grad_enabled()
-        self.values: dict[tuple[Any, ...], _Value] = {}
+    modules: frozenset[nn.Module] | None  # of whom; None: of all
+    owner: nn.Module | None = None
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    values: dict[tuple[Any, ...], _Value] = field(default_factory=dict)
 
 
 class _Value(NamedTuple):
@@ -87,20 +87,17 @@ def hold(cell: object = None) -> Iterator[None]:
         True
     """
     owner = getattr(cell, "__self__", cell)  # of a bound method, its module
-    if isinstance(owner, nn.Module):
-        held = frozenset(m for m in owner.modules() if isinstance(m, Held))
-        opened = _Hold(held, owner)
-    else:
+    if not isinstance(owner, nn.Module):
         opened = _Hold(None)
+    else:
+        opened = _Hold(frozenset(m for m in owner.modules() if isinstance(m, Held)), owner)
     with _opened(opened):
         yield
 
 
-@contextlib.contextmanager
-def hold_all(cell: object) -> Iterator[None]:
+def hold_all(cell: object) -> contextlib.AbstractContextManager[None]:
     """`hold` for every module that the solve of ``cell`` uses, its own or not."""
-    with _opened(_Hold(None, cell if isinstance(cell, nn.Module) else None)):
-        yield
+    return _opened(_Hold(None, cell if isinstance(cell, nn.Module) else None))
 
 
 @contextlib.contextmanager

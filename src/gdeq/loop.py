@@ -57,11 +57,6 @@ def iterate(
     that never meets it gets the iterate of smallest ‖g‖ seen, and the inverse estimate of that
     iterate.  With ``tol=0`` exactly ``max_iter`` steps are made, the last iterate is returned, and
     the host never waits for the device.
-
-    Of an affine f the relative residual is relative to ‖f(0)‖, as for a linear system, instead of
-    to max(‖f(z)‖, ‖z‖).
-
-    keep_secants: return the last secants of each sample.
     """
     measure = Measure(solver, system, z)
     fz = f(z)
@@ -186,9 +181,8 @@ def judged_sizes(stop: str, sizes: Sequence[int], linear: bool = False) -> list[
 def least_part(tol: float, precision: float, dtype: torch.dtype) -> float:
     """How large, beside the whole state, a part of it counts at least.
 
-    A part that is zero at the fixed point would never be solved beside its own size.  Nor would one
-    that the rounding of the others keeps in motion: that of f beside it, and that of z beside the
-    residual that is allowed.
+    Beside its own size, a part that is zero at the fixed point would never be solved, nor one that
+    the rounding of the others keeps in motion.
     """
     allowed = 0.5 * torch.finfo(dtype).eps / tol if tol else 0.0
     return min(1.0, max(LEAST_PART, precision, allowed))
@@ -200,10 +194,8 @@ class Ledger:
     absolute, relative: ‖g‖, and ‖g‖ beside its size, or that of a part if it is larger;
         ``residual`` is the one that the solver stops at.
     parts: (batch, parts), if the state is judged by them.
-    linear: f is affine.  Then a g below the rounding of f at this z counts as that rounding: it may
-        be all that is left of f(0) beside a z that is far larger.
-    best_step: the iterate of smallest ‖g‖.  Not of smallest relative residual: beside a z that ran
-        away, any g is small.
+    linear: f is affine.  Then a g below the rounding of f at this z counts as that rounding.
+    best_step: of the iterate of smallest ‖g‖.  Beside a z that ran away, any g is relatively small.
     """
 
     def __init__(self, solver: Solver, precision: float, norms: Norms, linear: bool) -> None:
@@ -285,10 +277,7 @@ class Ledger:
         return (self.absolute - self.first_absolute).abs() <= 1e-3 * self.first_absolute
 
     def finish(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Codes, residual and parts of what is returned, and the step it belongs to.
-
-        With a tolerance, a sample that never met it gets its best iterate.
-        """
+        """Codes, residual and parts of what is returned, and the step it belongs to."""
         unfinished = self.codes.eq(Status.RUNNING)
         out_of_steps = Status.MAX_STEPS if self.watch else Status.FIXED_STEPS
         codes = torch.where(unfinished, out_of_steps, self.codes)

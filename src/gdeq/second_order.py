@@ -62,11 +62,10 @@ class _TwiceLink(Link):
             return super().input_gradients(products)
         space = self.found.space
         flat = space.join(products)
-        if self.awaits_product:
+        if isinstance(self.awaiting, VectorAdjoint):
             # The sum holds the Jᵀw of a first pass too.  Take it out; what is left of
             # v − w + Jᵀw is the residual of w, whose share makes up for what w lacks.
-            assert isinstance(self.adjoint, VectorAdjoint)
-            flat = flat + self.adjoint.shortfall()
+            flat = flat + self.awaiting.shortfall()
             self.forget()
         return list(space.split(flat, space.dtypes))
 

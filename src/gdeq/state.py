@@ -89,10 +89,7 @@ class StateSpace:
     # ---- between the user's state and its tensors
 
     def leaves(self, value: State, who: str, cast: bool) -> list[Tensor]:
-        """The tensors of a state of this form, checked.
-
-        who: what the value is, for errors.  cast: other floating-point dtypes are accepted.
-        """
+        """The tensors of ``who``, a state of this form; cast: other floating dtypes will do."""
         found, spec = pytree.tree_flatten(value)
         if spec != self.spec or not all(isinstance(leaf, Tensor) for leaf in found):
             found = self._in_order_of_z0(value, who)
@@ -116,8 +113,7 @@ class StateSpace:
         return found
 
     def _in_order_of_z0(self, value: State, who: str) -> list[Tensor]:
-        """Tensors are told by where they stand: keys of a dict may come in another order, and a
-        list may stand for a tuple."""
+        """Keys of a dict may come in another order, and a list may stand for a tuple."""
         named, _ = _named_leaves(value, who)
         by_path = {path.removeprefix(who): leaf for path, leaf in named}
         if by_path.keys() != set(self.paths):
@@ -280,13 +276,11 @@ def _named_leaves(value: State, who: str) -> tuple[list[tuple[str, Tensor]], pyt
     named = [(who + pytree.keystr(path), leaf) for path, leaf in found]
     for path, leaf in named:
         if not isinstance(leaf, Tensor):
-            name = type(leaf).__name__
-            hint = (
-                f"; call torch.export.register_dataclass({name}) once" if is_dataclass(leaf) else ""
-            )
+            got = type(leaf).__name__
+            if is_dataclass(leaf):
+                got += f"; call torch.export.register_dataclass({got}) once"
             raise StateTypeError(
-                f"{path} must be a tensor or a tuple, list or dict of tensors, "
-                f"got {type(leaf).__name__}{hint}"
+                f"{path} must be a tensor or a tuple, list or dict of tensors, got {got}"
             )
     structure = pytree.tree_structure(value)
     if structure.num_leaves != len(named):  # PyTorch takes an instance of a subclass for a leaf
@@ -303,15 +297,8 @@ def _unnamed(value: State) -> State:
     return value
 
 
-class _Word(str):
-    """Prints without quotes."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
 def _sketch(value: State) -> str:
-    return repr(pytree.tree_map(lambda _: _Word("tensor"), value))
+    return repr(pytree.tree_map(lambda _: "tensor", value)).replace("'tensor'", "tensor")
 
 
 def _is_channels_last(leaf: Tensor) -> bool:

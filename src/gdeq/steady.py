@@ -55,10 +55,7 @@ def steady(module: nn.Module) -> list[str]:
 
 
 def unsteady_parts(module: nn.Module) -> list[str]:
-    """What in it is known to change from one evaluation to the next in this mode, and the remedy.
-
-    One sentence for each kind.
-    """
+    """What in it changes from one evaluation to the next in this mode: a sentence for each kind."""
     told = []
     for changes, why in UNSTEADY:
         for path, part in module.named_modules():

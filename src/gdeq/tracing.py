@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
@@ -116,10 +116,7 @@ def without_values(leaves: Sequence[Tensor]) -> bool:
 def row_by_row(
     function: Callable[[list[Tensor]], Sequence[Tensor]], leaves: list[Tensor]
 ) -> Sequence[Tensor]:
-    """function(leaves); for each row of it where `torch.autograd` batches passes as one.
-
-    That is by an older kind of vmap, which knows few operations.
-    """
+    """function(leaves), for each row where `torch.autograd` batches passes by its older vmap."""
     if not any(map(functorch.is_legacy_batchedtensor, leaves)):
         return function(leaves)
     level = torch._C._vmapmode_increment_nesting() - 1
@@ -142,6 +139,12 @@ def is_transformed() -> bool:
 def is_traced() -> bool:
     """Whether the tensors of this call mean nothing after it."""
     return is_transformed() or torch.compiler.is_compiling()
+
+
+def values_are_there(leaves: Sequence[Tensor]) -> bool:
+    """Not while they are captured, compiled, exported, transformed or without memory."""
+    plain = all(type(leaf) in (Tensor, nn.Parameter) and not leaf.is_meta for leaf in leaves)
+    return plain and not is_traced() and host_may_look(leaves[0].device)
 
 
 def beneath(leaf: Tensor) -> Tensor:
@@ -170,9 +173,10 @@ def constant() -> Iterator[None]:
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """As `torch.compiler.disable`, which as a decorator would load the compiler with the library,
-    for longer than PyTorch itself.  Here that waits until another has loaded it, as
-    `torch.compile` does; before that there is nothing to be kept from."""
+    """As `torch.compiler.disable`, which would load the compiler with the library.
+
+    Here that waits until another has loaded it; before that there is nothing to be kept from.
+    """
     apart: list[Callable[P, T]] = []
 
     @functools.wraps(function)
@@ -191,8 +195,7 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _skip(wrapper: Any) -> None:
-    """This and the mark above are what the compiler does with wrappers of its own.  A version that
-    knows neither compiles the few lines of ours, anew for other arguments, and not the function."""
+    """This and the mark above are what the compiler does with wrappers of its own."""
     skip = getattr(sys.modules["torch._dynamo"].eval_frame, "skip_code", None)
     if skip is not None:
         skip(wrapper.__code__)

@@ -58,9 +58,8 @@ class Broyden(Solver):
     max_step: bound on ‖s‖ / max(‖z‖, 1); longer steps are shortened.
     line_search: how often a step that does not lower ‖g‖ may be halved (each costs one call of f).
     step_bits: on a GPU, where f computes in half precision, each step is kept as bfloat16 (16) or
-        in 8 bits, in units of the largest number of 1,024 neighbours over 127: half the memory and
-        less time, for an f whose numbers are of one size, as those of one that ends in a norm are.
-        Where neighbours differ by more than about a hundredfold the small ones hardly move, and
+        in 8 bits: half the memory and less time, for an f whose numbers are of one size, as those
+        of one that ends in a norm are.  Where neighbours differ by more than about a hundredfold
         the solve can diverge: look at ``solution.residual``.  Elsewhere it makes no difference.
 
     Examples:
