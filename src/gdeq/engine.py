@@ -115,7 +115,7 @@ class Reference:
         system = System(f.precision, space.sizes)
         keep = wants_secants(gradient, system.precision)
         with torch.no_grad(), full_precision(space.device):
-            found = loop.iterate(f, space.start(z0).detach(), solver, system, keep)
+            found = loop.iterate(f, space.pack(z0).detach(), solver, system, keep)
             inside = f.inside(found.z)
         return Found(self.solution(found, space.unpack(found.z), f), space, found.z, inside)
 

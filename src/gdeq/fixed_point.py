@@ -205,7 +205,7 @@ def _unrolled(f: StateMap, z0: State, solver: Solver | None, gradient: Unrolled)
         torch.clear_autocast_cache()
     judge = solver or Picard(tol=0.0, stop="whole")
     with full_precision(space.device):
-        z = space.start(z0 if found is None else found.z) if vector is None else vector
+        z = space.pack(z0 if found is None else found.z) if vector is None else vector
         measure = Measure(judge, System(f.precision, space.sizes), z)
         z, trace = gradient.unroll(f, z, lambda fz, z: measure(fz, z).residual(judge.stop))
         residual, parts, evals = trace[-1], None, gradient.steps

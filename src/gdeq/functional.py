@@ -75,7 +75,7 @@ def compiled(f: StateMap, z0: State, solver: Solver | None, gradient: Gradient |
     """
     space = f.space
     with full_precision(space.device):
-        z, inverse = space.start(z0), None
+        z, inverse = space.pack(z0), None
         if solver is not None:
             with torch.no_grad():
                 found = iterate(f, z, solver, System(f.precision, space.sizes))

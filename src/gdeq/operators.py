@@ -135,8 +135,7 @@ class StateInverse:
         if length is None:
             return None
         with torch.no_grad(), full_precision(self.space.device):
-            (size,) = safe_norms(self.space.pack(z))
-        return relative(length, size)
+            return relative(length, *safe_norms(self.space.pack(z)))
 
     def as_matrix(self) -> Tensor:  # -> (batch, d, d)
         """Dense, over the packed state; for tests."""

@@ -38,7 +38,7 @@ def options(cls: type[T]) -> type[T]:
 
 
 def check_names(owner: str, given: Iterable[str], names: Sequence[str]) -> None:
-    """Raise for an option that is not among these names, and name the nearest right one."""
+    """Raise for an option that is none of these, and name the nearest right one."""
     for key in given:
         if key not in names:
             near = [ELSEWHERE[key]] if ELSEWHERE.get(key) in names else []

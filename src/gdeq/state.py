@@ -73,7 +73,12 @@ class StateSpace:
         self.dtypes = [leaf.dtype for _, leaf in named]
         self.sizes = [leaf.shape[1:].numel() for _, leaf in named]
         # An image in channels-last memory stays as it lies, or every call of f would move it.
-        self.channels_last = [_is_channels_last(leaf) for _, leaf in named]
+        self.channels_last = [
+            leaf.dim() == 4
+            and leaf.is_contiguous(memory_format=torch.channels_last)
+            and not leaf.is_contiguous()
+            for _, leaf in named
+        ]
         self.size = sum(self.sizes)
         self.dtype = torch.float32  # of the solvers' algebra: float32 or better
         for dtype in self.dtypes:
@@ -178,12 +183,8 @@ class StateSpace:
         return part.reshape(batch, height, width, channels).permute(0, 3, 1, 2)
 
     def pack(self, z: State) -> Tensor:  # -> (batch, d)
-        """A state of this layout as one batched vector."""
-        return self.join(self.leaves(z, "the state", cast=True))
-
-    def start(self, z0: State) -> Tensor:  # -> (batch, d)
-        """`pack`, in memory of its own: what is found must not change with the user's z0."""
-        flat = self.pack(z0)
+        """A state of this layout as one batched vector, in memory of its own."""
+        flat = self.join(self.leaves(z, "the state", cast=True))
         return flat.clone() if len(self.sizes) == 1 else flat
 
     def unpack(self, flat: Tensor) -> State:  # flat: (batch, d)
@@ -299,11 +300,6 @@ def _unnamed(value: State) -> State:
 
 def _sketch(value: State) -> str:
     return repr(pytree.tree_map(lambda _: "tensor", value)).replace("'tensor'", "tensor")
-
-
-def _is_channels_last(leaf: Tensor) -> bool:
-    dense = leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
-    return dense and not leaf.is_contiguous()
 
 
 def _autocast_enabled(device_type: str) -> bool:

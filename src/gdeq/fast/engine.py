@@ -94,7 +94,7 @@ class FastEngine(Reference):
     def _place(self, start: Start, z0: State, space: FastSpace, lends: bool) -> None:
         """z0 as the sweep begins with it, in memory that f does not write to."""
         if not start.rounds_z:
-            start.z = space.start(z0).detach()
+            start.z = space.pack(z0).detach()
             return
         leaves = space.leaves(z0, "z0", cast=False)
         parts = space.as_parts(leaves).detach()

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gdeq.operators import Inverse, LowRankInverse, dot, norm, safe_norms
 from gdeq.options import check_integer, check_real, options
@@ -33,11 +34,8 @@ class BroydenState:
         return LowRankInverse(self.u[:, :used], self.v[:, :used], self.base)
 
     def grow(self, places: int) -> None:
-        batch, old, d = self.u.shape
-        for name in ("u", "v"):
-            larger = self.u.new_zeros(batch, places, d)
-            larger[:, :old] = getattr(self, name)
-            setattr(self, name, larger)
+        more = (0, 0, 0, places - self.u.shape[1])
+        self.u, self.v = pad(self.u, more), pad(self.v, more)
 
 
 @options
