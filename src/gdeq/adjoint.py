@@ -85,8 +85,7 @@ class Evaluation:
 
     def at(self, z: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of f(z) for those of z."""
-        # Autocast keeps the half-precision copies of weights that it made without autograd in the
-        # solve; used again, they would cut the weights off from their gradients.
+        # Autocast would use its copies of weights from the solve, which have no gradients.
         torch.clear_autocast_cache()
         with torch.enable_grad():
             if self.link.gradient.needs.vjp:
@@ -129,8 +128,8 @@ class _Input(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, link: Link, *z: Tensor) -> tuple[Tensor, ...]:
         ctx.link = link
-        # As .data: views of one function could not be changed in place; that f may not is checked
-        # by `StateMap.leaves`.
+        # As .data: PyTorch has an error of its own for changes of a Function's views in place, and
+        # `StateMap.leaves` has a clearer one.
         return tuple(leaf.data for leaf in z)
 
     @staticmethod

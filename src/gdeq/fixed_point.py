@@ -105,8 +105,8 @@ def find(
 ) -> tuple[State, Solution]:
     """`fixed_point`: z with its gradients, and the solution.
 
-    The solution's own z is the same tensors where z has no gradients or is unrolled.  Else it is
-    without gradients, in memory that f's graph reads: it must not be changed in place.
+    The solution's own z is this z where that has no gradients or is unrolled.  Else it is without
+    gradients, in memory that f's graph reads: it must not be changed in place.
     """
     check_pair(solver, gradient)
     wanted = gradient if torch.is_grad_enabled() and not torch.compiler.is_exporting() else None

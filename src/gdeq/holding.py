@@ -26,7 +26,7 @@ class _Open(threading.local):
 class _Hold:
     """What is kept while one `hold` is open."""
 
-    modules: frozenset[nn.Module] | None  # of whom; None: of all
+    modules: frozenset[nn.Module] | None  # whose values; None: those of every module
     owner: nn.Module | None = None
     grad: bool = field(default_factory=torch.is_grad_enabled)
     values: dict[tuple[Any, ...], _Value] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Held(nn.Module):
         holds = [each for each in _open.holds if each.modules is None or self in each.modules]
         if not holds:
             return make()
-        # The solve runs without autograd, but what it keeps is also used with it afterwards.
+        # The solve runs without autograd, but its values are used with it afterwards.
         grad = torch.is_grad_enabled() or any(each.grad for each in holds)
         values, key = holds[0].values, (self, *map(id, made_of))
         if key not in values or (grad and made_of and not values[key].grad):

@@ -29,7 +29,7 @@ from gdeq.tracing import is_traced, uncompiled, values_are_there
 
 # Reachable in float32.  In half precision its tolerance is raised to what f can resolve.
 SOLVER = Broyden(max_iter=18, tol=1e-3)
-LOOK_EVERY, LOOKS = 4, 3  # most samples fail at this many looks in a row, at every fourth call
+LOOK_EVERY, LOOKS = 4, 3  # warn when most samples fail at 3 looks in a row, one every 4 calls
 # Where z0 came from, for errors of a solve to which none was given.
 FROM_ZEROS = (
     "gdeq: no z0 was given, so the solve started from zeros like x; if z has another shape than x, "
@@ -182,7 +182,7 @@ class DEQ(nn.Module):
                 z, solution = find(f, z0, solver, gradient)
             else:
                 z, solution = find_all(f, z0, solver, gradient, at)
-            # Unrolled from z0, a new mask at each step is no harm.
+            # Without a solver nothing is solved, and a new dropout mask at each step is no harm.
             if solver is not None and not is_traced():
                 leaves = pytree.tree_leaves(solution.z)
                 if values_are_there(leaves):

@@ -82,8 +82,7 @@ def iterate(
             norms = measure(fz, *there)
             if not tries_left:
                 break
-            # NaN counts as worse.
-            worse = active & ~(norms.absolute < (1 - 1e-4) * ledger.absolute)
+            worse = active & ~(norms.absolute < (1 - 1e-4) * ledger.absolute)  # so NaN is worse
             if sees and not anywhere(worse):
                 break
             z = select(worse, (here.z + z) / 2, z)
@@ -94,7 +93,7 @@ def iterate(
             noise = noise_level(system.precision) * (norms.of_z + norms.absolute)
             secants.note(there.z - here.z, y, good & (norm(y) > noise))
         here, state = solver.learn(here, there, good, state)
-        if solver.linear_only:  # f was evaluated beside the iterate
+        if solver.linear_only:  # f was evaluated at a probe, not at the iterate
             norms = measure(fz, *here)
         better = ledger.note(step, good, norms)
         if ledger.watch:
@@ -161,10 +160,7 @@ class Measure:
         return Norms(absolute, size, of_z, relative(each_g, own))
 
     def starts_at(self, norms: Norms) -> None:
-        """Where z* = 0 nothing is ever small beside z; it is beside the rounding of the first z.
-
-        That of z, not of f: what f rounds at z0 says nothing about a z that is far smaller.
-        """
+        """Sets the floor for a z* of 0, beside which no g is small: the rounding of the first z."""
         if self.scale is None:
             self.floor = torch.finfo(norms.size.dtype).eps * norms.size
 
@@ -228,7 +224,7 @@ class Ledger:
 
     def accepts(self, norms: Norms) -> Tensor:  # -> (batch,)
         """The samples that take the step: still active, and f is finite where it leads."""
-        # One comparison of the sum is False for infinity and NaN in either.
+        # False for infinity and NaN in either.
         return self.active & (norms.absolute + norms.size < torch.inf)
 
     def note(self, step: int, good: Tensor, norms: Norms) -> Tensor:
@@ -262,8 +258,8 @@ class Ledger:
         tol = self.solver.tol
         converged = good & (self.residual <= tol)
         if self.solver.stop != "absolute" and not self.linear:
-            # A z that runs away makes any g look small beside it: with f(z) = z + c, slowly and g
-            # constant; after a wild step, at once, when g may even vanish in rounding.
+            # A z that runs away makes any g look small beside it: slowly with f(z) = z + c, whose
+            # g is constant, or at once after a wild step, when g may even vanish in rounding.
             hidden = self.precision * size > flight_limit(tol, self.precision) * self.peak
             flown = hidden | (self.absolute > tol**0.5 * self.peak)
             flown &= size > 10 * self.first_size

@@ -130,7 +130,7 @@ def change_seen(g: Tensor, there: Point, precision: float) -> Tensor:  # (batch,
 def select(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:  # (batch,), (batch, d), (batch, d)
     """``new`` where the mask holds, ``old`` elsewhere; never mixes in NaN by multiplication."""
     if look_is_free(mask.device) and bool(mask.all()):
-        return new  # reading the mask costs nothing here and saves a pass over the state
+        return new  # this saves a pass over the state
     return torch.where(mask.unsqueeze(1), new, old)
 
 
