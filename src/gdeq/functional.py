@@ -195,8 +195,8 @@ class _Rule:
         if not gradient.needs.vjp and gradient.second_order:  # JFB
             return v
         with blind(without_values([v])), constant():
-            product = _Product(self.f, z, given, [v.dtype], gradient.needs.vjp)
-            space = StateSpace(v)
+            f, space = (lambda z: self.f(z, *given)), StateSpace(v)
+            product = _Product(_pullback(f, z.detach()) if gradient.needs.vjp else None, v.dtype)
             made = REFERENCE.adjoint(gradient, [v.detach()], product, Found(self.solution, space))
 
         def equation(w: Tensor, v: Tensor, z: Tensor, *given: Tensor) -> Tensor:
@@ -239,19 +239,11 @@ class _Rule:
 class _Product:
     """u ↦ Jᵀu (`gdeq.engine.TensorVJP`)."""
 
-    def __init__(
-        self,
-        f: Callable[..., Tensor],
-        z: Tensor,
-        given: Sequence[Tensor],
-        dtypes: list[torch.dtype],
-        usable: bool,
-    ) -> None:
-        self.dtypes, self.usable = dtypes, usable
-        if usable:
-            self.pull = _pullback(lambda z: f(z, *given), z.detach())
+    def __init__(self, pull: Vectorized | None, dtype: torch.dtype) -> None:
+        self.pull, self.dtypes, self.usable = pull, [dtype], pull is not None
 
     def __call__(self, u: Sequence[Tensor]) -> list[Tensor]:
+        assert self.pull is not None
         return [self.pull(*u).detach()]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ class Iterates:
     inverse: Inverse | None
     of_parts: Tensor | None = None  # (batch, parts) residuals, where they are judged one by one
     secants: Secants | None = None
-    state: Any = None  # what the solver learned
 
     @property
     def converged(self) -> Tensor:  # (batch,)
@@ -109,7 +108,7 @@ def iterate(
     inverse = solver.inverse(state, at if ledger.watch else None)
     if secants is not None:
         secants.close(z, at == steps)
-    return Iterates(z, residual, steps, codes, history, evals, inverse, of_parts, secants, state)
+    return Iterates(z, residual, steps, codes, history, evals, inverse, of_parts, secants)
 
 
 class Norms(NamedTuple):

@@ -82,10 +82,7 @@ def _moves_spectral_norm(part: nn.Module) -> bool:
 
 
 UNSTEADY: tuple[tuple[Callable[[nn.Module], bool], str], ...] = (
-    (
-        _drops(nn.Dropout, *CHANNELWISE),
-        f"{DRAWS}use gdeq.VariationalDropout, or gdeq.steady(cell)",
-    ),
+    (_drops(nn.Dropout, *CHANNELWISE), f"{DRAWS}use gdeq.VariationalDropout, or gdeq.steady(cell)"),
     (_drops(nn.AlphaDropout, nn.FeatureAlphaDropout), f"{DRAWS}use gdeq.VariationalDropout"),
     (
         _drops(nn.MultiheadAttention, nn.RNNBase),
