@@ -1,8 +1,7 @@
 """The seam: an engine finds fixed points and solves their adjoint equations.
 
-What is computed is said by the map, the solver and the gradient; an engine says how.  `Reference`
-does it by the solvers' own code.  `gdeq.fast` does the same in fewer passes over memory where it
-can, and is held to the reference by tests that run the same cases through both.  States cross this
+The map, the solver and the gradient say what is computed; an engine says how.  `Reference` does it
+by the solvers' own code, `gdeq.fast` in fewer passes over memory where it can.  States cross this
 seam as the user's tensors.
 """
 

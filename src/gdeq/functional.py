@@ -1,15 +1,12 @@
 """Fixed points under `torch.func`, forward mode and `vmap`.
 
-A backward pass of PyTorch runs once, after the fact, and can leave a record (`gdeq.adjoint`).  The
-transforms of `torch.func` nest, batch and push derivatives forward instead.  One rule serves them
-all.  z* is found as a constant; then a step of Newton's method, whose value is z* again,
+z* is found as a constant; a step of Newton's method, whose value is z* again, gives it derivatives:
 
-    z* ↦ z* + (I − J)⁻¹ (f(z*, θ) − z*),
+    z* ↦ z* + (I − J)⁻¹ (f(z*, θ) − z*),        (I − J)⁻¹ taken as constant.
 
-gives it derivatives, with (I − J)⁻¹ taken as constant.  Backwards the step needs w = (I − J)⁻ᵀv,
-which is what a gradient method computes; forwards (I − J)⁻¹ẏ, one solve of the tangent equation.
-Two such steps have right second derivatives, if w is given derivatives in the same way:
-w = v + Jᵀw is a fixed point too.  There are no third ones.
+Backwards the step needs w = (I − J)⁻ᵀv, which is what a gradient method computes; forwards
+(I − J)⁻¹ẏ, one solve of the tangent equation.  Two such steps have right second derivatives, if w,
+the fixed point of w = v + Jᵀw, is given derivatives in the same way.
 
 A transform hands a rule the inputs of the step as they are at its own level, and no others.  So
 what f closes over must be an input too: f is put on a tape.

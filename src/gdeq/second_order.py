@@ -1,8 +1,8 @@
 """Second derivatives of a fixed point, for `gdeq.Implicit`.
 
 The gradient (∂f/∂θ)ᵀw depends on w and on z*, and both are fixed points that depend on θ.  A pass
-with create_graph=True gives w nodes of its own, as the fixed point of w = v + Jᵀw.  For z* there
-are the same two nodes around an evaluation of f of its own (`gdeq.adjoint`):
+with create_graph=True attaches w as the fixed point of w = v + Jᵀw.  For z* there are the same two
+nodes around an evaluation of f of its own (`gdeq.adjoint`):
 
     z* --> [input] --> f --> [output] --> [input] --> f --> [output] --> z*
 
