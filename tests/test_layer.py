@@ -316,7 +316,7 @@ def test_a_start_of_zeros_and_noise(device):
 
 def test_threads_have_records_and_masks_of_their_own():
     """Eight threads with batches of eight sizes through one layer."""
-    cell = nn.Sequential(gdeq.weight_norm(nn.Linear(4, 4)), gdeq.VariationalDropout(0.5))
+    cell = nn.Sequential(gdeq.weight_norm(nn.Linear(4, 4)), gdeq.VariationalDropout(0.1))
     deq = gdeq.DEQ(lambda z, x: torch.tanh(0.5 * cell(z) + x), Broyden(max_iter=8, tol=1e-4))
     deq(torch.randn(3, 4))
 

@@ -1,8 +1,7 @@
 """Whether a cell is what a solve takes it for: one function, of samples that do not meet.
 
 `DEQ` asks this after its first call, at the z that was found: two evaluations of f, and a third
-where the second shows something.  PyTorch's and Python's random generators and the buffers of the
-cell's modules stay as they were; what else a cell counts or draws goes on.
+where the second shows something.  Random generators and buffers of modules stay as they were.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from gdeq.operators import safe_norms
 from gdeq.state import State, StateMap
-from gdeq.tracing import host_may_look
 
 
 class UnsteadyCellWarning(UserWarning):
@@ -99,26 +97,12 @@ def modules_of(cell: object) -> list[nn.Module]:
 
 def process_groups(cell: object) -> tuple[Any, ...]:
     """Those over which a parameter of the cell is sharded now, as by `fully_shard`."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return ()
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is None:
         return ()
-    for module in modules_of(cell):
-        for parameter in module.parameters():
-            if isinstance(parameter, kind):
-                return tuple(parameter.device_mesh.get_all_groups())
-    return ()
-
-
-def values_are_there(leaves: Sequence[Tensor]) -> bool:
-    """Not while they are captured, compiled, exported, transformed or without memory."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    kinds = (Tensor, nn.Parameter)
-    plain = all(type(leaf) in kinds and leaf.device.type != "meta" for leaf in leaves)
-    return plain and host_may_look(leaves[0].device)
+    weights = (weight for module in modules_of(cell) for weight in module.parameters())
+    meshes = (weight.device_mesh for weight in weights if isinstance(weight, kind))
+    return next((tuple(mesh.get_all_groups()) for mesh in meshes), ())
 
 
 def examine(f: StateMap, z: State, cell: object, tol: float) -> Warning | None:
@@ -167,10 +151,7 @@ def _difference(a: Tensor, b: Tensor, start: int = 0) -> float:  # (batch, d) ea
 def _unnoticed(
     device: torch.device, modules: Sequence[nn.Module]
 ) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
-    """Random generators and buffers stay as they are, whatever happens inside.  -> the buffers.
-
-    A compiled cell runs as it is written: it need not be compiled for this.
-    """
+    """Random generators and buffers stay as they are, and nothing is compiled.  -> the buffers."""
     parts = [part for module in modules for part in module.modules()]
     kept = [(p, key, b) for p in parts for key, b in p._buffers.items() if b is not None]
     devices = [] if device.type == "cpu" else [device]

@@ -1,15 +1,12 @@
 """Fixed points under `torch.func`, forward mode and `vmap`.
 
-A backward pass of PyTorch runs once, after the fact, and can leave a record (`gdeq.adjoint`).  The
-transforms of `torch.func` nest, batch and push derivatives forward instead.  One rule serves them
-all.  z* is found as a constant; then a step of Newton's method, whose value is z* again,
+z* is found as a constant; a step of Newton's method, whose value is z* again, gives it derivatives:
 
-    z* ↦ z* + (I − J)⁻¹ (f(z*, θ) − z*),
+    z* ↦ z* + (I − J)⁻¹ (f(z*, θ) − z*),        (I − J)⁻¹ taken as constant.
 
-gives it derivatives, with (I − J)⁻¹ taken as constant.  Backwards the step needs w = (I − J)⁻ᵀv,
-which is what a gradient method computes; forwards (I − J)⁻¹ẏ, one solve of the tangent equation.
-Two such steps have right second derivatives, if w is given derivatives in the same way:
-w = v + Jᵀw is a fixed point too.  There are no third ones.
+Backwards the step needs w = (I − J)⁻ᵀv, which is what a gradient method computes; forwards
+(I − J)⁻¹ẏ, one solve of the tangent equation.  Two such steps have right second derivatives, if w,
+the fixed point of w = v + Jᵀw, is given derivatives in the same way.
 
 A transform hands a rule the inputs of the step as they are at its own level, and no others.  So
 what f closes over must be an input too: f is put on a tape.
@@ -82,7 +79,7 @@ def compiled(f: StateMap, z0: State, solver: Solver | None, gradient: Gradient |
     """
     space = f.space
     with full_precision(space.device):
-        z, inverse = space.start(z0), None
+        z, inverse = space.pack(z0), None
         if solver is not None:
             with torch.no_grad():
                 found = iterate(f, z, solver, System(f.precision, space.sizes))
@@ -203,8 +200,8 @@ class _Rule:
         if not gradient.needs.vjp and gradient.second_order:  # JFB
             return v
         with blind(without_values([v])), constant():
-            product = _Product(self.f, z, given, [v.dtype], gradient.needs.vjp)
-            space = StateSpace(v)
+            f, space = (lambda z: self.f(z, *given)), StateSpace(v)
+            product = _Product(_pullback(f, z.detach()) if gradient.needs.vjp else None, v.dtype)
             made = REFERENCE.adjoint(gradient, [v.detach()], product, Found(self.solution, space))
 
         def equation(w: Tensor, v: Tensor, z: Tensor, *given: Tensor) -> Tensor:
@@ -247,19 +244,11 @@ class _Rule:
 class _Product:
     """u ↦ Jᵀu (`gdeq.engine.TensorVJP`)."""
 
-    def __init__(
-        self,
-        f: Callable[..., Tensor],
-        z: Tensor,
-        given: Sequence[Tensor],
-        dtypes: list[torch.dtype],
-        usable: bool,
-    ) -> None:
-        self.dtypes, self.usable = dtypes, usable
-        if usable:
-            self.pull = _pullback(lambda z: f(z, *given), z.detach())
+    def __init__(self, pull: Vectorized | None, dtype: torch.dtype) -> None:
+        self.pull, self.dtypes, self.usable = pull, [dtype], pull is not None
 
     def __call__(self, u: Sequence[Tensor]) -> list[Tensor]:
+        assert self.pull is not None
         return [self.pull(*u).detach()]
 
 

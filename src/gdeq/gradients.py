@@ -350,6 +350,6 @@ def _solve_adjoint(
 
 
 def rounding_floor(w: Tensor, v: Tensor, precision: float) -> Tensor:  # (batch, d) -> (batch,)
-    """The residual that the rounding of v + Jᵀw may leave or hide (see `gdeq.ledger`)."""
+    """The residual that the rounding of v + Jᵀw may leave or hide (see `gdeq.loop`)."""
     reached, size = safe_norms(w, v)
     return 0.5 * precision * relative(size + reached, size)

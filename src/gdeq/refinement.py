@@ -19,8 +19,7 @@ from gdeq.secants import Secants
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Point, change_seen, select
 from gdeq.state import Vectorized
-from gdeq.together import anywhere
-from gdeq.tracing import host_may_look, look_is_free
+from gdeq.tracing import anywhere, host_may_look, look_is_free
 
 # Broyden's inverse is trusted where it makes v at most this many times as long: after a long solve
 # it can be too long by orders of magnitude.
