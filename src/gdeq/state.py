@@ -207,8 +207,7 @@ class StateMap:
     def __init__(self, space: StateSpace, f: Callable[[State], State]) -> None:
         self.space, self.f = space, f
         self.kind = space.device.type
-        self.autocast = _autocast_enabled(self.kind)
-        self.autocast_dtype = torch.get_autocast_dtype(self.kind) if self.autocast else None
+        self.autocast_dtype = autocast_dtype(self.kind)
         self.precision = max(torch.finfo(dtype).eps for dtype in space.dtypes)
         if self.autocast_dtype and torch.float64 not in space.dtypes:  # which autocast leaves alone
             self.precision = max(self.precision, torch.finfo(self.autocast_dtype).eps)
@@ -238,7 +237,7 @@ class StateMap:
         versions = _versions(z)
         with (
             torch.autocast(self.kind, dtype=self.autocast_dtype)
-            if self.autocast
+            if self.autocast_dtype
             else contextlib.nullcontext()
         ):
             out = self.f(self.space.state(z))
@@ -247,7 +246,7 @@ class StateMap:
                 "f changed its argument z in place; the solver still needs it: use operations "
                 "that return a new tensor (nn.ReLU(inplace=False), z = z + ... for z += ...)"
             )
-        return self.space.leaves(out, "f(z)", cast=self.autocast)
+        return self.space.leaves(out, "f(z)", cast=self.autocast_dtype is not None)
 
 
 def _versions(leaves: Sequence[Tensor]) -> list[int | None]:
@@ -269,7 +268,7 @@ def detached(z: State) -> State:
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Outside autocast: the solvers' own algebra must not be rounded to half precision."""
-    if _autocast_enabled(device.type):
+    if autocast_dtype(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
@@ -319,6 +318,7 @@ def _is_channels_last(leaf: Tensor) -> bool:
     return dense and not leaf.is_contiguous()
 
 
-def _autocast_enabled(device_type: str) -> bool:
-    available = torch.amp.autocast_mode.is_autocast_available(device_type)
-    return available and torch.is_autocast_enabled(device_type)
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """That of autocast as it is now on such a device; None where it is off."""
+    known = torch.amp.autocast_mode.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None
