@@ -38,8 +38,7 @@ ROWS = (
         "functional: vectorize"),
     Row("`torch.export`", "every solver and any batch size; the program needs no gdeq and is for "
         "inference", "export: exported_model and not onnx"),
-    Row("ONNX", "the same, by `torch.onnx.export`; `Anderson` with the batch size of "
-        "the example alone", "export: onnx"),
+    Row("ONNX", "the same, by `torch.onnx.export`", "export: onnx"),
     Row("`torch.compile(model)`", "what is around the layer is compiled, the solve is not; compile "
         "the cell with `deq.cell.compile()`", "compile: "),
     Row("`torch.compile(model, fullgraph=True)`", "after `gdeq.fixed_steps(model)`: inference, and "

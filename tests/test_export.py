@@ -67,9 +67,8 @@ def test_an_exported_model_needs_no_gdeq(tmp_path, form):
     model = Model(*solvers).eval()
     if form != "tolerance":
         gdeq.fixed_steps(model)
-    # Of Anderson's method, ONNX keeps the batch size of the example.
-    given, batch = (X, None) if form == "onnx" else (X[:3], ({0: torch.export.Dim("batch")},))
-    program = torch.export.export(model, (given,), dynamic_shapes=batch)
+    batch = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(model, (X[:3],), dynamic_shapes=batch)
     torch.export.save(program, tmp_path / "model.pt2")
     words = [sys.executable, "-c", SERVED, str(tmp_path)]
     if form == "onnx":
