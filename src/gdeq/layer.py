@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Never
 
 import torch
@@ -41,6 +42,9 @@ FROM_ZEROS = (
     "gdeq: no z0 was given, so the solve started from zeros like x; if z has another shape than x, "
     "call deq(x, z0=...) or give the cell a method initial_state(x)"
 )
+
+# What PyTorch says of checkpoint(..., use_reentrant=True) where z is its only tensor.
+REENTRANT = "None of the inputs have requires_grad"
 
 
 class DEQ(nn.Module):
@@ -103,6 +107,7 @@ class DEQ(nn.Module):
         self._default: Solver | None = SOLVER if solver is SOLVER else None
         self._examined: set[object] = set()
         self._calls = self._failures = 0
+        self._reentrant = 0  # the id of a cell that loses gradients where z has none
         self._of_thread, self._groups = threading.local(), ()
 
     @property
@@ -179,7 +184,8 @@ class DEQ(nn.Module):
         gradient: Gradient | None = None,
         examine: bool = False,
     ) -> State:
-        f, z0, solver, gradient = self._prepared(f, z0, solver, gradient)
+        given, repeat = (f, z0, solver, gradient), False
+        f, z0, solver, gradient = self._prepared(*given)
         with hold_all(self.cell):
             z, solution = find(f, z0, solver, gradient)
             # Unrolled from z0, a new mask at each step is no harm.
@@ -188,7 +194,9 @@ class DEQ(nn.Module):
                 if values_are_there(leaves):
                     self._look_at_convergence(solution, solver)
                     if examine:
-                        self._examine(f, solution.z, leaves, solver.tol)
+                        repeat = self._examine(f, solution.z, leaves, solver.tol)
+        if repeat:
+            return self._solve(*given)
         out = z if self.batched else _only_one(z)
         if is_traced():  # a record would outlive what its tensors stand for
             return out
@@ -213,6 +221,8 @@ class DEQ(nn.Module):
         gradient = gradient or self.gradient
         if solver is not None and not torch.is_grad_enabled() and gradient.needs.broyden:
             gradient = JFB()  # none is computed, so any solver will do
+        if self._reentrant == id(self.cell):
+            f = partial(_through_z, f)
         self._groups = self._groups or process_groups(self.cell)
         if self._groups:
             f = _Sharded(f, self._groups)
@@ -254,15 +264,15 @@ class DEQ(nn.Module):
 
     def _examine(
         self, f: Callable[[State], State], z: State, leaves: list[Tensor], tol: float
-    ) -> None:
-        """Once for a cell in one mode: does it fit a solve?"""
+    ) -> bool:
+        """Once for a cell in one mode: does it fit a solve?  -> whether this one lost gradients"""
         mode = (
             getattr(self.cell, "training", None),
             torch.is_autocast_enabled(leaves[0].device.type),
         )
         key = (id(self.cell), *mode, *((leaf.device, leaf.dtype) for leaf in leaves))
         if key in self._examined:
-            return
+            return False
         self._examined.add(key)
         parts = unsteady_parts(self.cell) if isinstance(self.cell, nn.Module) else []
         told: Warning | None = None
@@ -272,10 +282,14 @@ class DEQ(nn.Module):
                 f"which need not converge: {'; '.join(parts)}"
             )
         elif len(leaves[0]) and not self._groups:
-            with contextlib.suppress(Exception):  # a check must not end what works without it
+            with warnings.catch_warnings(record=True) as said, contextlib.suppress(Exception):
+                warnings.simplefilter("always")  # a check must not end what works without it
                 told = examine(StateMap(StateSpace(z), f), z, self.cell, tol)
+            if any(REENTRANT in str(each.message) for each in said):
+                self._reentrant = id(self.cell)
         if told is not None:
             warnings.warn(told, stacklevel=1)
+        return self._reentrant == id(self.cell) and torch.is_grad_enabled()
 
     def _look_at_convergence(self, solution: Solution, solver: Solver) -> None:
         """Tell once that most samples fail; a look waits for the device, so looks are rare."""
@@ -322,6 +336,13 @@ class _Sharded:
 
     def __call__(self, z: State) -> State:
         return self.f(z)
+
+
+def _through_z(f: Callable[[State], State], z: State) -> State:
+    """f of a z that has gradients, without which reentrant checkpointing makes none for weights."""
+    if torch.is_grad_enabled():
+        z = pytree.tree_map(lambda z: z if z.requires_grad else z.detach().requires_grad_(), z)
+    return f(z)
 
 
 def _batch_of_one(z: State) -> State:
