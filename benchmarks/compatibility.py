@@ -39,6 +39,8 @@ ROWS = (
     Row("`torch.export`", "every solver and any batch size; the program needs no gdeq and is for "
         "inference", "export: exported_model and not onnx"),
     Row("ONNX", "the same, by `torch.onnx.export`", "export: onnx"),
+    Row("`torch.jit.trace`", "raises: a trace would keep the steps of its example",
+        "export: trace"),
     Row("`torch.compile(model)`", "what is around the layer is compiled, the solve is not; compile "
         "the cell with `deq.cell.compile()`", "compile: "),
     Row("`torch.compile(model, fullgraph=True)`", "after `gdeq.fixed_steps(model)`: inference, and "

@@ -119,6 +119,13 @@ def test_what_cannot_be_one_graph_says_so():
         gdeq.fixed_steps(model, steps=0)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trace_would_keep_the_steps_of_its_example():
+    """Traced with x = 0, where the solve ends at once, the program made no step for any other x."""
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"use torch\.export\.export"):
+        torch.jit.trace(gdeq.DEQ(lambda z, x: 0.5 * z + x), torch.zeros(2, 3), check_trace=False)
+
+
 @pytest.mark.parametrize("gradient", [gdeq.GDEQ(refine=1), gdeq.Implicit(), gdeq.Unrolled(2)])
 @pytest.mark.parametrize("form", ["meta", "fake"])
 def test_shapes_without_values(form, gradient):

@@ -132,6 +132,11 @@ class DEQ(nn.Module):
 
         z0: where the solve starts.  solver, gradient: for this call alone.
         """
+        if torch.jit.is_tracing():
+            raise RuntimeError(
+                "gdeq: torch.jit.trace would keep the steps of this one input; use "
+                "torch.export.export, or torch.onnx.export with dynamo=True"
+            )
         self.solution = None  # frees the last call's inverse before this one grows
         from_zeros = z0 is None and not hasattr(self.cell, "initial_state")
         if z0 is None:
@@ -249,6 +254,8 @@ class DEQ(nn.Module):
         why = "without either, it starts as zeros like x, and there is none"
         if isinstance(x, Tensor) and not x.is_floating_point():
             why = f"x is {x.dtype}, and a state must be floating point, so it cannot start like x"
+        elif isinstance(x, Tensor):
+            why = "x has no batch dimension; DEQ(cell, batched=False) takes one system without"
         elif inputs or options:
             why = f"x must be a tensor to start as zeros like it, got {type(x).__name__}"
         raise ValueError(

@@ -52,6 +52,8 @@ class StateSpace:
                     f"{path} has dtype {leaf.dtype}; a state must be floating point "
                     "(use z0.float(), or torch.view_as_real for complex states)"
                 )
+            if leaf.layout != torch.strided:
+                raise StateTypeError(f"{path} is sparse; a state must be dense: use z0.to_dense()")
             if leaf.dim() == 0:
                 raise StateError(
                     f"{path} has no batch dimension; a state is (batch, ...): "
