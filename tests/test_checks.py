@@ -76,6 +76,10 @@ UNSTEADY = {
     "python": (lambda z, x: torch.tanh(0.5 * z + x * random.random()), "keep something"),
 }
 COUPLED = {
+    "pairs": lambda z, x: torch.tanh(0.4 * z.view(-1, 2, D).flip(1).reshape(z.shape) + x),
+    "two views": lambda z, x: torch.tanh(0.4 * z.roll(len(z) // 2, 0) + x),
+    "directed": lambda z, x: torch.tanh(0.4 * torch.cat([z[1:], 0 * z[:1]]) + x),
+    "directed back": lambda z, x: torch.tanh(0.4 * torch.cat([0 * z[:1], z[:-1]]) + x),
     "graph": lambda z, x: torch.tanh(0.4 * (z.roll(1, 0) + z.roll(-1, 0)) + x),
     "set": lambda z, x: torch.tanh(0.5 * z.mean(0) + x),
     "batch norm": Wrapped(normalised),

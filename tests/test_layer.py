@@ -349,7 +349,7 @@ def test_a_cell_that_cannot_be_called(cell):
 SHAPELESS = {
     "nothing": ((), {}, "there is none"),
     "tokens": ((torch.zeros(2, 3).long(),), {}, "x is torch.int64, and a state must be floating"),
-    "scalar": ((torch.tensor(1.0),), {}, "initial_state"),
+    "scalar": ((torch.tensor(1.0),), {}, "x has no batch dimension; DEQ\\(cell, batched=False"),
     "dict": (({"x": 1},), {}, "x must be a tensor to start as zeros like it, got dict"),
     "none": ((None,), {}, "got NoneType"),
     "named": ((), {"x": "none"}, "got str"),

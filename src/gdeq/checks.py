@@ -111,17 +111,20 @@ def examine(f: StateMap, z: State, cell: object, tol: float) -> Warning | None:
     name = type(cell).__name__ if isinstance(cell, nn.Module) else "the cell"
     half = f.precision >= torch.finfo(torch.float16).eps
     limit = max((4 if half else 100) * f.precision, 0.1 * tol)
-    # The first half of the samples gets other states: f of the others must not change.  The batch
-    # is as large as it was, so that dropout masks fit and kernels round alike.
-    half_way = space.batch // 2
+    # Some of the samples get other states: f of the others must not change.  Drawn at random, they
+    # are on both sides of any regular coupling.  The batch is as large as it was, so that dropout
+    # masks fit and kernels round alike.
+    moved = torch.rand(space.batch, generator=torch.Generator().manual_seed(1)) < 0.5
+    moved[0], moved[-1] = True, False
+    moved = moved.to(space.device)
     here = space.leaves(z, "z", cast=False)
     beside = space.copies(here)
     for leaf, other in zip(here, beside, strict=True):
         offset = 0.1 * (1 + leaf.square().mean().sqrt())
-        other[:half_way] = 0.5 * leaf.roll(1, 0)[:half_way] + offset
+        other[moved] = (0.5 * leaf.roll(1, 0) + offset)[moved]
     with torch.no_grad(), _unnoticed(space.device, modules) as buffers:
         first = space.join(f.leaves(here))
-        coupled = _difference(first, space.join(f.leaves(beside)), half_way)
+        coupled = _difference(first, space.join(f.leaves(beside)), ~moved)
         if coupled <= limit:
             return None
         with _watching(modules, space.device) as draws:
@@ -133,16 +136,16 @@ def examine(f: StateMap, z: State, cell: object, tol: float) -> Warning | None:
         ]
     if unsteady <= limit:
         told = COUPLED.format(cell=name, by=coupled)
-        return CoupledSamplesWarning(told) if half_way else None
+        return CoupledSamplesWarning(told) if space.batch > 1 else None
     why = changed[0] if changed else "It seems to keep something from one evaluation to the next"
     if draws:  # the innermost part that does comes first
         why = DRAWS.format(who=draws[0])
     return UnsteadyCellWarning(UNSTEADY.format(cell=name, by=unsteady, why=why))
 
 
-def _difference(a: Tensor, b: Tensor, start: int = 0) -> float:  # (batch, d) each
-    """The largest, from this sample on, beside its own size and that of the batch."""
-    moved, size = (each.nan_to_num(0.0) for each in safe_norms((b - a)[start:], a[start:]))
+def _difference(a: Tensor, b: Tensor, of: Any = slice(None)) -> float:  # (batch, d) each
+    """The largest of these samples, beside its own size and theirs."""
+    moved, size = (each.nan_to_num(0.0) for each in safe_norms((b - a)[of], a[of]))
     beside = (size + size.mean()).clamp(min=torch.finfo(size.dtype).tiny)
     return (moved / beside).max().item()
 

@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from gdeq.adjoint import check_second_order
+from gdeq.adjoint import THIRD, check_second_order
 from gdeq.engine import REFERENCE, Found
 from gdeq.gradients import Gradient, Implicit, Unrolled
 from gdeq.loop import iterate
@@ -36,11 +36,16 @@ from gdeq.state import (
     StateMap,
     StateSpace,
     Vectorized,
-    autocast_enabled,
+    autocast_dtype,
     detached,
     full_precision,
 )
 from gdeq.tracing import beneath, blind, constant, row_by_row, transforms, without_values
+
+UNSEEN = (
+    "gdeq: f computes in a way that torch.func cannot follow: a torch.jit function, a vmap or grad "
+    "of its own, or another fixed point; write that part in plain PyTorch, or use .backward()"
+)
 
 
 def solve(f: StateMap, z0: State, solver: Solver, gradient: Gradient | None) -> Found:
@@ -128,15 +133,14 @@ class Tape(TorchFunctionMode):
         self.device = f.space.device
 
         def record(z: Tensor) -> Tensor:
+            self.level = functorch.maybe_current_level()
             self._place(z)
             with self:
                 out = f(z)
-            level = functorch.maybe_current_level()
-            if any(functorch.maybe_get_level(g) == level and g.requires_grad for g in self.given):
-                raise RuntimeError(
-                    "gdeq: f computes with z in a way that torch.func cannot follow, such as a "
-                    "torch.jit function; write that part in plain PyTorch, or use .backward()"
-                )
+            if any(
+                functorch.maybe_get_level(g) == self.level and g.requires_grad for g in self.given
+            ):
+                raise RuntimeError(UNSEEN)
             self.out, self.count = self._place(out), len(self.kept)
             return out
 
@@ -146,12 +150,13 @@ class Tape(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if functorch.maybe_current_level() != self.level:  # f has a transform of its own
+            raise RuntimeError(UNSEEN)
         before = len(self.kept)
         put = pytree.tree_map_only(Tensor, self._place, (args, kwargs or {}))
         new = list(range(before, len(self.kept)))
         self.given += [self.kept[i] for i in new]
-        kind = self.device.type
-        half = torch.get_autocast_dtype(kind) if autocast_enabled(kind) else None
+        half = autocast_dtype(self.device.type)
         out = func(*args, **(kwargs or {}))
         outs = [self._place(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
         self.calls.append((func, put, new, outs, half))
@@ -308,6 +313,6 @@ class _Final(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         check_second_order(ctx.gradient)
-        raise RuntimeError("gdeq: a fixed point has first and second derivatives, no third")
+        raise RuntimeError(THIRD)
 
     jvp = backward

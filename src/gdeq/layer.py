@@ -36,6 +36,9 @@ FROM_ZEROS = (
     "call deq(x, z0=...) or give the cell a method initial_state(x)"
 )
 
+# What PyTorch says of checkpoint(..., use_reentrant=True) where z is its only tensor.
+REENTRANT = "None of the inputs have requires_grad"
+
 
 class DEQ(nn.Module):
     """An equilibrium layer: z = cell(z, x), solved.
@@ -92,6 +95,7 @@ class DEQ(nn.Module):
         self._default: Solver | None = SOLVER if solver is SOLVER else None
         self._examined: set[object] = set()
         self._calls = self._failures = 0
+        self._reentrant = 0  # the id of a cell that loses gradients where z has none
         self._of_thread, self._groups = threading.local(), ()
 
     @property
@@ -116,6 +120,11 @@ class DEQ(nn.Module):
 
         z0: where the solve starts.  solver, gradient: for this call alone.
         """
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "gdeq: torch.jit.trace would keep the steps of this one input; use "
+                "torch.export.export, or torch.onnx.export with dynamo=True"
+            )
         from_zeros = z0 is None and not hasattr(self.cell, "initial_state")
         if z0 is None:
             z0 = self._initial_state(*inputs, **options)
@@ -160,6 +169,7 @@ class DEQ(nn.Module):
     ) -> State:
         """The fixed point, or the states of a trajectory, and the record of it."""
         self.solution = None  # frees the last call's inverse before this one grows
+        given, again = (f, z0, solver, gradient), False
         if not self.batched:
             of_one, z0 = f, _batch_of_one(z0)
             f = lambda z: _batch_of_one(of_one(_only_one(z)))  # noqa: E731
@@ -168,6 +178,8 @@ class DEQ(nn.Module):
         gradient = gradient or self.gradient
         if solver is not None and not torch.is_grad_enabled() and gradient.needs.broyden:
             gradient = JFB()  # none is computed, so any solver will do
+        if self._reentrant == id(self.cell):
+            f = functools.partial(_through_z, f)
         distributed = torch.distributed
         if not self._groups and distributed.is_available() and distributed.is_initialized():
             self._groups = process_groups(self.cell)
@@ -188,7 +200,9 @@ class DEQ(nn.Module):
                 if values_are_there(leaves):
                     self._look_at_convergence(solution, solver)
                     if examine:
-                        self._examine(f, solution.z, leaves, solver.tol)
+                        again = self._examine(f, solution.z, leaves, solver.tol)
+        if again:
+            return self._solve(*given)
         if not is_traced():  # else the record would outlive what its tensors stand for
             kept = solution.z
             if at is not None or kept is z:  # it must not change with the caller's tensors
@@ -208,6 +222,8 @@ class DEQ(nn.Module):
         why = "without either, it starts as zeros like x, and there is none"
         if isinstance(x, Tensor) and not _is_real(x):
             why = f"x is {x.dtype}, and a state must be floating point, so it cannot start like x"
+        elif isinstance(x, Tensor):
+            why = "x has no batch dimension; DEQ(cell, batched=False) takes one system without"
         elif inputs or options:
             why = f"x must be a tensor to start as zeros like it, got {type(x).__name__}"
         raise ValueError(
@@ -219,13 +235,13 @@ class DEQ(nn.Module):
 
     def _examine(
         self, f: Callable[[State], State], z: State, leaves: list[Tensor], tol: float
-    ) -> None:
-        """Once for a cell in one mode: does it fit a solve?"""
+    ) -> bool:
+        """Once for a cell in one mode: does it fit a solve?  -> whether this one lost gradients"""
         autocast = torch.is_autocast_enabled(leaves[0].device.type)
         kinds = [(leaf.device, leaf.dtype) for leaf in leaves]
         key = (id(self.cell), getattr(self.cell, "training", None), autocast, *kinds)
         if key in self._examined:
-            return
+            return False
         self._examined.add(key)
         parts = unsteady_parts(self.cell) if isinstance(self.cell, nn.Module) else []
         told: Warning | None = None
@@ -235,10 +251,14 @@ class DEQ(nn.Module):
                 f"which need not converge: {'; '.join(parts)}"
             )
         elif len(leaves[0]) and not self._groups:
-            with contextlib.suppress(Exception):  # a check must not end what works without it
+            with warnings.catch_warnings(record=True) as said, contextlib.suppress(Exception):
+                warnings.simplefilter("always")  # a check must not end what works without it
                 told = examine(StateMap(StateSpace(z), f), z, self.cell, tol)
+            if any(REENTRANT in str(each.message) for each in said):
+                self._reentrant = id(self.cell)
         if told is not None:
             warnings.warn(told, stacklevel=1)
+        return self._reentrant == id(self.cell) and torch.is_grad_enabled()
 
     def _look_at_convergence(self, solution: Solution, solver: Solver) -> None:
         """Tell once that most samples fail; a look waits for the device, so looks are rare."""
@@ -279,6 +299,13 @@ class DEQ(nn.Module):
 
 def _is_real(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _through_z(f: Callable[[State], State], z: State) -> State:
+    """f of a z that has gradients, without which reentrant checkpointing makes none for weights."""
+    if torch.is_grad_enabled():
+        z = pytree.tree_map(lambda z: z if z.requires_grad else z.detach().requires_grad_(), z)
+    return f(z)
 
 
 def _batch_of_one(z: State) -> State:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.adjoint import Evaluation, Link, Product, this_pass
+from gdeq.adjoint import THIRD, Evaluation, Link, Product, this_pass
 from gdeq.engine import Found, VectorAdjoint
 from gdeq.gradients import Gradient, Implicit
 from gdeq.solution import BackwardRecord
@@ -106,6 +106,6 @@ class _Notice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("gdeq.Implicit has first and second derivatives, no third")
+            raise RuntimeError(THIRD)
         ctx.link.second_pass = this_pass()
         return None, *grads, *(None for _ in grads)

@@ -52,6 +52,8 @@ class StateSpace:
                     f"{path} has dtype {leaf.dtype}; a state must be floating point "
                     "(use z0.float(), or torch.view_as_real for complex states)"
                 )
+            if leaf.layout != torch.strided:
+                raise StateTypeError(f"{path} is sparse; a state must be dense: use z0.to_dense()")
             if leaf.dim() == 0:
                 raise StateError(
                     f"{path} has no batch dimension; a state is (batch, ...): "
@@ -204,8 +206,7 @@ class StateMap:
     def __init__(self, space: StateSpace, f: Callable[[State], State]) -> None:
         self.space, self.f = space, f
         self.kind = space.device.type
-        self.autocast = autocast_enabled(self.kind)
-        self.autocast_dtype = torch.get_autocast_dtype(self.kind) if self.autocast else None
+        self.autocast_dtype = autocast_dtype(self.kind)
         self.precision = max(torch.finfo(dtype).eps for dtype in space.dtypes)
         if self.autocast_dtype and torch.float64 not in space.dtypes:  # which autocast leaves alone
             self.precision = max(self.precision, torch.finfo(self.autocast_dtype).eps)
@@ -235,7 +236,7 @@ class StateMap:
         versions = _versions(z)
         with (
             torch.autocast(self.kind, dtype=self.autocast_dtype)
-            if self.autocast
+            if self.autocast_dtype
             else contextlib.nullcontext()
         ):
             out = self.f(self.space.state(z))
@@ -244,7 +245,7 @@ class StateMap:
                 "f changed its argument z in place; the solver still needs it: use operations "
                 "that return a new tensor (nn.ReLU(inplace=False), z = z + ... for z += ...)"
             )
-        return self.space.leaves(out, "f(z)", cast=self.autocast)
+        return self.space.leaves(out, "f(z)", cast=self.autocast_dtype is not None)
 
 
 def _versions(leaves: Sequence[Tensor]) -> list[int | None]:
@@ -266,7 +267,7 @@ def detached(z: State) -> State:
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Outside autocast: the solvers' own algebra must not be rounded to half precision."""
-    if autocast_enabled(device.type):
+    if autocast_dtype(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
@@ -302,6 +303,7 @@ def _sketch(value: State) -> str:
     return repr(pytree.tree_map(lambda _: "tensor", value)).replace("'tensor'", "tensor")
 
 
-def autocast_enabled(device_type: str) -> bool:
-    available = torch.amp.autocast_mode.is_autocast_available(device_type)
-    return available and torch.is_autocast_enabled(device_type)
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """That of autocast as it is now on such a device; None where it is off."""
+    known = torch.amp.autocast_mode.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None

@@ -89,7 +89,9 @@ class Broyden(Solver):
         batch, d = start.z.shape
         memory = min(self.memory or self.max_iter, self.max_iter)
         # With a tolerance most solves end early: the store starts small and grows with the steps.
-        u, v = start.z.new_zeros(2, batch, memory if self.tol == 0 else min(memory, 8), d)
+        shape = batch, memory if self.tol == 0 else min(memory, 8), d
+        # As views of one store they would keep the batch size of an ONNX program's example.
+        u, v = start.z.new_zeros(shape), start.z.new_zeros(shape)
         count = torch.zeros(batch, dtype=torch.long, device=u.device)
         bg = system.inverse.matvec(start.g) if system.inverse else -start.g
         lengths = [safe_norms(bg)[0]]
