@@ -11,7 +11,6 @@ import contextlib
 import errno
 import os
 import stat
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +118,6 @@ def read(place: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise FileError(f"{place} has {found.st_size:,} bytes, where at most {limit:,} belong")
     return data
-
-
-def gunzip(data: bytes | memoryview, limit: int) -> bytes:
-    """What a .gz file holds, of at most ``limit`` bytes."""
-    reader = zlib.decompressobj(wbits=31)
-    try:
-        found = reader.decompress(data, limit)
-    except zlib.error as problem:
-        raise FileError(f"a file is not a .gz file: {problem}") from problem
-    if not reader.eof:
-        raise FileError(f"a .gz file is cut short, or more than {limit:,} bytes when unpacked")
-    return found
 
 
 class _Plain(yaml.SafeLoader):

@@ -141,7 +141,7 @@ def test_a_resumed_run_refuses_what_it_does_not_read(gdeq, tmp_path):
     assert "gradient.refine is read by gradient=gdeq and gradient=jfb alone" in said
 
 
-PRESETS = "digits, fashion-mnist, cifar10, cifar10-fast, cifar10-paper, cifar10-adaptive, chars"
+PRESETS = "digits, cifar10, cifar10-fast, cifar10-paper, cifar10-adaptive, chars"
 
 
 @pytest.mark.parametrize(
