@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -105,29 +104,18 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except Exception as problem:
-            if not isinstance(problem, expected()):
-                raise
+        except (files.LabError, OSError, UnicodeError) as problem:
             said = str(problem)
             if isinstance(problem, OSError) and problem.strerror:
                 said = f"{problem.filename or 'a file'}: {problem.strerror}"
             typer.secho(f"error: {files.shown(said)}", fg="red", err=True)
             raise typer.Exit(1) from problem
-        except Interrupted as stop:
-            typer.secho(files.shown(str(stop)), err=True)
-            raise typer.Exit(128 + stop.number) from stop
         except KeyboardInterrupt as stop:
-            typer.secho("interrupted", err=True)
-            raise typer.Exit(128 + signal.SIGINT) from stop
+            told = (str(stop), stop.number) if isinstance(stop, Interrupted) else ("interrupted", 2)
+            typer.secho(files.shown(told[0]), err=True)
+            raise typer.Exit(128 + told[1]) from stop
 
     return run
-
-
-def expected() -> tuple[type[Exception], ...]:
-    from gdeq.lab.bench import BenchError
-    from gdeq.lab.report import ReportError
-
-    return files.LabError, ReportError, BenchError, OSError, UnicodeError
 
 
 def tell(text: str) -> None:
@@ -531,16 +519,6 @@ def get_data(
         place = datasets.prepare(name, data, source, move)
     own = name == "digits"
     tell(f"{name} comes with scikit-learn" if own else f"{name} is ready: {place}")
-
-
-@app.command()
-@plain_errors
-def info() -> None:
-    """Versions and devices."""
-    from gdeq.lab.training import folder
-
-    for key, value in {**folder.environment(), **folder.companions()}.items():
-        tell(f"{key:10s} {value}")
 
 
 def chosen(source: str | None, settings: list[str] | None, gradients: Sequence[str] = ()) -> Config:

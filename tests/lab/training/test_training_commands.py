@@ -1,11 +1,9 @@
-"""The commands around training: evaluate, compare, similarity, report, info, help."""
+"""The commands around training: evaluate, compare, similarity, report, help."""
 
 import json
 import math
-import platform
 import subprocess
 import sys
-import types
 from dataclasses import replace
 
 import pytest
@@ -20,11 +18,11 @@ from gdeq.lab import report
 from gdeq.lab.cli import app
 from gdeq.lab.tasks import registry
 from gdeq.lab.tasks.images import ImageConfig, Images
-from gdeq.lab.training import checkpoint, folder, runs, similarity, timing
+from gdeq.lab.training import checkpoint, runs, similarity, timing
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.config import meanings
 
-COMMANDS = ("train", "evaluate", "compare", "similarity", "bench", "report", "data", "info")
+COMMANDS = ("train", "evaluate", "compare", "similarity", "bench", "report", "data")
 
 
 @pytest.fixture(autouse=True)
@@ -428,32 +426,6 @@ def test_report(gdeq, run, tmp_path):
     assert "GDEQ" in said
     (page,) = (tmp_path / "page").glob("*.html")
     assert "http://" not in page.read_text().replace("http://www.w3.org", "")
-
-
-def test_info(gdeq):
-    code, said = gdeq("info")
-    assert code == 0
-    for word in (__version__, torch.__version__, platform.python_version(), "device"):
-        assert word in said
-
-
-def test_info_tells_of_triton_and_torchdeq(gdeq, monkeypatch):
-    shown = {"triton": types.SimpleNamespace(__version__="3.4.5"), "torchdeq": "0.1.2"}
-    monkeypatch.setitem(sys.modules, "triton", shown["triton"])
-    monkeypatch.setattr(folder.metadata, "version", lambda name: shown[name])
-    said = gdeq("info")[1]
-    assert "triton     3.4.5, importable" in said
-    assert "torchdeq   0.1.2" in said
-
-    def missing(name):
-        raise folder.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setitem(sys.modules, "triton", None)  # as if it could not be imported
-    monkeypatch.setattr(folder.metadata, "version", missing)
-    code, said = gdeq("info")
-    assert code == 0
-    assert "triton     not importable: ModuleNotFoundError" in said
-    assert "torchdeq   not installed" in said
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_an_interrupt_while_it_is_imported(tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     paths = [str(tmp_path), *sys.path]
     done = subprocess.run(
-        [sys.executable, "-m", "gdeq", "info"],
+        [sys.executable, "-m", "gdeq", "data"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,

@@ -23,12 +23,13 @@ from gdeq.lab.bench.steps import (
 )
 from gdeq.lab.bench.subjects import Setup
 from gdeq.lab.bench.where import profile, roofline
+from gdeq.lab.files import LabError
 from gdeq.options import count
 
 PRECISIONS = ("float32", "tf32", "bf16")
 
 
-class BenchError(ValueError):
+class BenchError(LabError):
     """What was asked for cannot be measured."""
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gdeq.lab.files import FileError, load_yaml
+from gdeq.lab.files import FileError, LabError, load_yaml
+from gdeq.lab.metric import Metric
 
 Record = dict[str, Any]
 Points = list[tuple[float, float]]
 
 
-class ReportError(RuntimeError):
+class ReportError(LabError):
     """The report cannot be made; the message says what to do."""
 
 
@@ -35,43 +34,6 @@ def numbers(records: Iterable[Record], key: str) -> list[float]:
 def mean(values: Iterable[float | None]) -> float | None:
     found = [value for value in values if value is not None]
     return statistics.fmean(found) if found else None
-
-
-@dataclass(frozen=True)
-class Metric:
-    """What the runs of a task are judged by, on its test set."""
-
-    name: str = "accuracy"
-    unit: str = "%"
-    digits: int = 2
-    higher_is_better: bool = True
-
-    @property
-    def key(self) -> str:
-        """Its name in metrics and summaries."""
-        return f"test_{self.name}"
-
-    @property
-    def slug(self) -> str:
-        """Its name in file names: a run folder does not choose where files go."""
-        return re.sub(r"\W+", "_", self.name)
-
-    @property
-    def words(self) -> str:
-        return self.name.replace("_", " ")
-
-    @property
-    def title(self) -> str:
-        unit = f" ({self.unit})" if self.unit else ""
-        return f"test {self.words.lower()}{unit}"
-
-    @property
-    def percent(self) -> bool:
-        """Whether it is the share of test samples that were right."""
-        return self.higher_is_better and self.unit == "%"
-
-    def text(self, value: float) -> str:
-        return f"{value:.{self.digits}f}"
 
 
 class Run:
@@ -149,7 +111,7 @@ def _metric(places: list[Record]) -> Metric:
                 3 if digits is None else min(9, max(0, int(digits))),
                 told.get("higher_is_better") is not False,
             )
-    return Metric()
+    return Metric("accuracy", "%", 2)
 
 
 def _settings(path: Path) -> tuple[Record, str]:
