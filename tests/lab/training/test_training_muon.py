@@ -7,7 +7,6 @@ import pytest
 import torch
 import training_runs
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import RICH, TINY, assert_same_run, checkpoints
 
 from gdeq.fast.graphs import capture
@@ -161,14 +160,13 @@ def test_stacks_hold_all_and_each_once():
             assert stack.rows == max(rows for rows, _ in members)
             assert stack.columns == max(columns for _, columns in members)
             assert pad or len(set(members)) == 1
-    assert len(found) < 12 < len(muon.stacks(shapes, False))  # that is what padding is for
-
-
-def test_unlike_matrices_share_a_stack_where_that_is_cheap():
-    inner, _, _ = muon.split(mdeq("large"))
-    shapes = [tuple(sorted((p.shape[0], p.shape[1:].numel()))) for p in inner]
-    alone, shared = (sum(s.flops for s in muon.stacks(shapes, pad)) for pad in (False, True))
-    assert alone < shared < 1.2 * alone
+    alone = muon.stacks(shapes, False)
+    assert len(found) < 12 < len(alone)  # that is what padding is for, and it is cheap
+    assert (
+        sum(s.flops for s in alone)
+        < sum(s.flops for s in found)
+        < 1.2 * sum(s.flops for s in alone)
+    )
 
 
 @pytest.mark.parametrize("pad", [False, True])
@@ -226,31 +224,6 @@ def test_a_parameter_without_a_gradient_keeps_its_momentum():
     for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
         same = torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
         assert same == (found is not skipped)
-
-
-def test_a_step_has_no_kernels_for_single_matrices():
-    """Each kernel on a GPU costs about the same, however small the matrix."""
-
-    class Count(TorchDispatchMode):
-        calls = 0
-
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            out = op(*args, **(kwargs or {}))
-            self.calls += not op.is_view
-            return out
-
-    counts = []
-    for depth in (2, 12):
-        torch.manual_seed(0)
-        weights = [nn.Parameter(torch.randn(6, 4 + n % 2, 3, 3)) for n in range(2 * depth)]
-        made = muon.Muon([{"params": weights, "orthogonal": True, "weight_decay": 0.1}], 0.1)
-        for p in weights:
-            p.grad = torch.randn_like(p)
-        made.step()
-        with Count() as count:
-            made.step()
-        counts.append(count.calls)
-    assert counts[0] == counts[1]
 
 
 def test_rates_of_the_two_parts(tmp_path, few_images):
