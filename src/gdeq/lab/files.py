@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
 from pathlib import Path
@@ -118,6 +119,15 @@ def read(place: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise FileError(f"{place} has {found.st_size:,} bytes, where at most {limit:,} belong")
     return data
+
+
+def json_object(text: bytes | str) -> dict[str, Any] | None:
+    """None where it is none, or damaged."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class _Plain(yaml.SafeLoader):

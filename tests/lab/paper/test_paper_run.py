@@ -21,7 +21,7 @@ def contents(folder):
 
 def state_of(said, name):
     """In the table at the end."""
-    return said[said.rindex("run      ") :].split(f"\n{name} ")[1].split()[0]
+    return said[said.rindex("\nrun ") :].split(f"\n{name} ")[1].split()[0]
 
 
 def test_runs_are_made_and_not_made_again(gdeq, tmp_path):

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from gdeq.lab.data import DataError
+from gdeq.lab.files import json_object
 from gdeq.lab.paper.plan import Planned
+from gdeq.lab.report.tables import Table, shown
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import process, runs
 from gdeq.lab.training.config import Config
@@ -162,23 +164,22 @@ class Journey:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    lines = [f"{'run':28s} {'state':9s} {'accuracy':>8s} {'ms/step':>8s} {'seconds':>8s}  note"]
-    for outcome in outcomes:
-        figures = " ".join(
-            f"{outcome.summary[key]:8.2f}" if key in outcome.summary else f"{'–':>8s}"
-            for key in ("test_accuracy", "ms_per_step", "train_seconds")
-        )
-        lines.append(f"{outcome.name:28s} {outcome.state:9s} {figures}  {outcome.note}")
-    return "\n".join(lines)
+    told = [outcome.summary for outcome in outcomes]
+    columns: dict[str, list[str]] = {
+        "run": [outcome.name for outcome in outcomes],
+        "state": [outcome.state for outcome in outcomes],
+        "accuracy": [shown(own.get("test_accuracy"), ".2f") for own in told],
+        "ms/step": [shown(own.get("ms_per_step"), ".2f") for own in told],
+        "seconds": [shown(own.get("train_seconds"), ".0f") for own in told],
+        "note": [outcome.note for outcome in outcomes],
+    }
+    return Table.of(columns).text()
 
 
 def _summary(path: Path) -> dict[str, Any]:
     """Empty without one."""
-    try:
-        found = json.loads((path / "summary.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    place = path / "summary.json"
+    return (json_object(place.read_bytes()) if place.is_file() else None) or {}
 
 
 def _free() -> None:

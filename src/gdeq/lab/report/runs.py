@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gdeq.lab.files import FileError, LabError, load_yaml
+from gdeq.lab.files import FileError, LabError, json_object, load_yaml
 from gdeq.lab.metric import Metric
 
 Record = dict[str, Any]
@@ -57,6 +56,8 @@ class Run:
         get, last = self.config.get, self.epochs[-1] if self.epochs else {}
         adapt, gradient, turns = get("adapt"), get("gradient"), self.timing.get("ms")
         self.gradient: Record = gradient if isinstance(gradient, dict) else {"name": gradient}
+        self.method = str(self.gradient.get("name")).lower()
+        self.revision = self.environment.get("revision")  # of the code
         self.adaptive = isinstance(adapt, dict) and adapt.get("enabled") is True
         self.task = get("data") or get("task")
         self.seed = get("seed")
@@ -156,36 +157,25 @@ def _inside(path: Path) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     except OSError as problem:
         raise ReportError(f"cannot read {path}: {problem.strerror}") from problem
 
 
 def _lines(path: Path, problems: list[str]) -> list[Record]:
     """The whole lines.  The last one may be torn: the run was cut off, or is still writing."""
-    lines = _text(path).splitlines() if path.exists() else []
-    records = [_parsed(line) for line in lines]
-    damaged = sum(r is None and bool(x.strip()) for r, x in zip(records[:-1], lines, strict=False))
+    found = [json_object(line) for line in _text(path).splitlines() if line.strip()]
+    damaged = sum(record is None for record in found[:-1])
     if damaged:
         problems.append(f"{damaged} damaged lines in {path.name} were passed over")
-    return [record for record in records if record is not None]
+    return [record for record in found if record is not None]
 
 
 def _object(path: Path, problems: list[str]) -> Record | None:
-    if not path.exists():
-        return None
-    found = _parsed(_text(path))
-    if found is None:
+    found = json_object(_text(path))
+    if found is None and path.exists():
         problems.append(f"{path.name} is damaged and was passed over")
     return found
-
-
-def _parsed(text: str) -> Record | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _ordered(metrics: list[Record], kind: str) -> list[Record]:

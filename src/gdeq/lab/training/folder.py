@@ -199,15 +199,8 @@ class RunFolder:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines; those that are damaged or cut off are passed over."""
-    records = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [record for line in lines if (record := files.json_object(line)) is not None]
 
 
 def environment() -> dict[str, Any]:
