@@ -11,7 +11,7 @@ from training_runs import RICH, TINY, begun, checkpoints
 from gdeq import Broyden
 from gdeq.lab import data as datasets
 from gdeq.lab.tasks import registry
-from gdeq.lab.tasks.images import PRESETS, ImageConfig, Images
+from gdeq.lab.tasks.images import PRESETS, Images
 from gdeq.lab.training import checkpoint, process, runs, settings
 from gdeq.lab.training import config as configs
 
@@ -82,22 +82,6 @@ def test_a_preset_is_not_changed_by_its_use():
     configs.load("cifar10", ["optimizer.lr=0.5", "model.dropout=0"])
     assert configs.load("cifar10").optimizer.lr == 1e-3
     assert configs.load("cifar10").model.dropout == 0.25
-
-
-def test_replace():
-    config = configs.replace(configs.load("digits"), gradient__name="jfb", seed=3)
-    assert (config.gradient.name, config.seed, config.epochs) == ("jfb", 3, 20)
-
-
-def test_all_keys_are_settings():
-    told = configs.to_dict(ImageConfig())
-    for key in configs.all_keys(ImageConfig):
-        value = told
-        for part in key.split("."):
-            value = value[part]
-    assert len(configs.all_keys(ImageConfig)) == sum(
-        len(v) if isinstance(v, dict) else 1 for v in told.values()
-    )
 
 
 OTHER_VALUES = {
