@@ -5,7 +5,6 @@ import csv
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -244,8 +243,3 @@ def test_out_may_name_the_page(tmp_path):
     assert found == tmp_path / "deep" / "my page.html"
     assert Page(found.read_text()).tables["runs"][1][3] == "not started"
     assert (tmp_path / "deep" / "runs.csv").is_file()
-
-
-def test_matplotlib_is_imported_late():
-    for file in Path(report.__file__).parent.glob("*.py"):
-        assert not re.search(r"^(import|from) matplotlib", file.read_text(), re.MULTILINE), file

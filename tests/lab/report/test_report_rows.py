@@ -195,8 +195,7 @@ def test_rows_stand_in_the_order_of_the_paper(tmp_path):
 
 
 def test_each_method_keeps_its_look_whoever_else_is_there():
-    names = ["GDEQ refine 2", "NPG", "GDEQ", "Implicit", "JFB"]
-    many = methods.looks(names, ["GDEQ tolerance 0.1"])
+    many = methods.looks(["GDEQ refine 2", *reversed(methods.LOOKS)], ["GDEQ tolerance 0.1"])
     assert {name: many[name] for name in methods.LOOKS} == methods.LOOKS
     assert len(set(many.values())) == len(many) == 6
     assert methods.looks(["GDEQ refine 1"])["GDEQ refine 1"] == methods.LOOKS["GDEQ"]

@@ -96,15 +96,9 @@ def test_an_unknown_key_suggests_the_right_one(gdeq, setting, nearest):
         ("task=" + "x" * 5000 + ".py", "cannot read the task xxx"),
         ("data=\x1b[31mred", "cannot read the value '\\x1b[31mred'"),
         ("timeout_seconds=0", "error: timeout_seconds must be at least 1"),
-        (
-            "solver=picard",
-            "solver=picard builds none; use solver=broyden, gradient.refine=1 (which",
-        ),
+        ("solver=picard", "=picard builds none; use solver=broyden, gradient.refine=1 (which"),
         ("solver=anderson", "=anderson builds none; use solver=broyden, gradient.refine=1 (which"),
-        (
-            "gradient.tolerance=-1",
-            "error: gradient.tolerance must be above 0 and at most 1, got -1.0",
-        ),
+        ("gradient.tolerance=-1", "tolerance must be above 0 and at most 1, got -1.0"),
     ],
 )
 def test_a_value_that_does_not_fit(gdeq, setting, message):
@@ -114,18 +108,10 @@ def test_a_value_that_does_not_fit(gdeq, setting, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            ["gradient=implicit", "gradient.refine=2"],
-            "gradient.refine is read by gradient=gdeq and gradient=jfb alone, and this is "
-            "gradient=implicit: leave gradient.refine out, or choose gradient=gdeq",
-        ),
+        (["gradient=implicit", "gradient.refine=2"], "alone, and this is gradient=implicit: leave"),
         (["gradient={name: implicit, refine: 2}"], "gradient.refine is read by gradient=gdeq"),
         (["gradient.tol=1e-3"], "gradient.tol is read by gradient=implicit alone"),
-        (
-            ["gradient.steps=3"],
-            "gradient.steps is read by gradient=npg and gradient=unrolled alone, and this is "
-            "gradient=gdeq",
-        ),
+        (["gradient.steps=3"], "read by gradient=npg and gradient=unrolled alone, and this is gra"),
         (["solver=picard", "gradient=jfb", "solver.memory=3"], "solver.memory is read by"),
         (["optimizer.momentum=0.5"], "is read by optimizer=sgd and optimizer=muon alone, and this"),
         (["optimizer.adam_lr=0.5"], "is read by optimizer=muon alone, and this is optimizer=adam"),
@@ -138,7 +124,8 @@ def test_a_setting_that_nothing_reads(gdeq, settings, message):
 def test_a_resumed_run_refuses_what_it_does_not_read(gdeq, tmp_path):
     begun(tmp_path, "gradient=implicit")
     said = refused(gdeq, "train", "--resume", tmp_path, "gradient.refine=2")
-    assert "gradient.refine is read by gradient=gdeq and gradient=jfb alone" in said
+    assert "gradient.refine is read by gradient=gdeq and gradient=jfb alone, and this is " in said
+    assert "gradient=implicit: leave gradient.refine out, or choose gradient=gdeq" in said
 
 
 PRESETS = "digits, cifar10, cifar10-fast, cifar10-paper, cifar10-adaptive, chars"
@@ -153,10 +140,7 @@ PRESETS = "digits, cifar10, cifar10-fast, cifar10-paper, cifar10-adaptive, chars
         (["train", "cifar-10"], f"'cifar-10' is neither a preset ({PRESETS}"),
         (["train", "cifar-10"], "did you mean 'cifar10'?"),
         (["train", "none.yaml"], "cannot read none.yaml: No such file"),
-        (
-            ["compare", "gradient=jfb"],
-            "takes the gradients implicit, jfb, npg, gdeq in turn; leave",
-        ),
+        (["compare", "gradient=jfb"], "the gradients implicit, jfb, npg, gdeq in turn; leave"),
     ],
 )
 def test_an_argument_that_does_not_fit(gdeq, tmp_path, monkeypatch, arguments, message):
@@ -200,21 +184,30 @@ def test_a_path_that_no_file_can_have(gdeq, tmp_path, monkeypatch, name, command
 
 
 SETTINGS = [*all_keys(ImageConfig), "solver", "model", "nothing", "adapt.steps.x", "", "."]
-PIECES = ["[", "]", "{", "}", ": ", ",", "&a", "*a", "!!int", "!!binary", "~", "1e400", "-0x1", "é"]
-PIECES += [
+PIECES = [
+    "[",
+    "]",
+    "{",
+    "}",
+    ",",
+    "&a",
+    "*a",
+    "!!int",
+    "!!binary",
+    "~",
+    "1e400",
+    "-0x1",
+    "é",
     "2001-13-45",
     "?",
     "|",
     ">",
     "'",
-    '"',
-    "\0",
-    "\udc80",
-    "9" * 400,
     "true",
     "small",
     "1:60",
 ]
+PIECES += [": ", '"', "\0", "\udc80", "9" * 400]
 
 
 @settings(max_examples=300, deadline=None)
@@ -288,14 +281,6 @@ def test_a_run_that_is_there_can_be_continued(gdeq, tmp_path, few_images):
     begun(tmp_path)
     said = refused(gdeq, "train", *TINY, "--out", tmp_path)
     assert f"continue it with `gdeq train --resume {tmp_path}`, or choose another folder" in said
-
-
-def test_a_comparison_names_its_own_option(gdeq, tmp_path, few_images):
-    (tmp_path / "jfb-seed0").mkdir()
-    (tmp_path / "jfb-seed0" / "thesis.txt").write_text("years of work")
-    said = refused(gdeq, "compare", *TINY, "--no-pretraining", "--out", tmp_path)
-    assert "jfb-seed0 exists already" in said
-    assert "choose another folder with --out" in said
 
 
 def test_a_file_where_the_run_folder_should_be(gdeq, tmp_path, few_images):
