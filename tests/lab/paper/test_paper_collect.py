@@ -211,8 +211,7 @@ def test_the_record_has_a_page_of_its_own(tmp_path):
 
 def test_one_run_is_enough(gdeq, tmp_path):
     make(tmp_path, "npg-seed0", 91.0, epochs=2)
-    code, said = gdeq("paper", "collect", tmp_path)
-    assert code == 0, said
+    said = gdeq.ok("paper", "collect", tmp_path)
     assert row_of(said, "NPG")[1] == "91.00 (1 run)"
     assert row_of(said, "GDEQ")[1:3] == [collecting.NOT_YET] * 2
     assert len(rows_of(tmp_path / "table2.csv")) == 1
@@ -222,6 +221,5 @@ def test_one_run_is_enough(gdeq, tmp_path):
 
 
 def test_a_folder_without_runs(gdeq, tmp_path):
-    code, said = gdeq("paper", "collect", tmp_path)
-    assert code == 1
+    said = gdeq.refused("paper", "collect", tmp_path)
     assert "holds none of the paper's runs: make them with `gdeq paper run --out" in said

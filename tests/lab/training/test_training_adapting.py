@@ -9,7 +9,7 @@ import pytest
 import torch
 import training_runs
 from rich.console import Console
-from training_runs import PER_EPOCH, RICH, TINY, assert_same_run, checkpoints, start_all
+from training_runs import PER_EPOCH, RICH, TINY, assert_same_run, checkpoints
 
 from gdeq.gradients import GDEQ, JFB, Measured, Unrolled
 from gdeq.lab import data as datasets
@@ -616,8 +616,7 @@ def test_two_processes_choose_the_same(tmp_path, zygote, few_images):
     settings += ["adapt.forward=1e-4", "adapt.steps=[2,3,4,5,6]", "adapt.penalty_least=1e-9"]
     settings += ["adapt.penalty_most=1e-9"]
     runs.train(tmp_path / "alone", configs.load("digits", settings))
-    children = start_all(zygote, tmp_path, 2, "train", *settings, "--out", tmp_path / "both")
-    assert [child.wait() for child in children] == [0, 0], (tmp_path / "log0").read_text()
+    run_all(zygote, tmp_path, 2, "train", *settings, "--out", tmp_path / "both")
     found, expected = (
         [(r["step"], r["max_iter"], r["refine"]) for r in training_runs.metrics(tmp_path / name)]
         for name in ("both", "alone")

@@ -121,6 +121,12 @@ class Zygote:
         code = child.wait()
         return code, log.read_text()
 
+    def ok(self, log, *args, **environment):
+        """What a command said that came to its end."""
+        code, said = self.run(log, *args, **environment)
+        assert code == 0, said
+        return said
+
     def ask(self, **request):
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
@@ -164,3 +170,10 @@ def start_all(zygote, folder, count, *args):
         zygote.start(folder / f"log{r}", *args, **shared, RANK=str(r), LOCAL_RANK=str(r))
         for r in range(count)
     ]
+
+
+def run_all(zygote, folder, count, *args):
+    """All of them to their end; what the first one said."""
+    children = start_all(zygote, folder, count, *args)
+    assert [child.wait() for child in children] == [0] * count, (folder / "log0").read_text()
+    return (folder / "log0").read_text()
