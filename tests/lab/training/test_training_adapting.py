@@ -9,7 +9,7 @@ import pytest
 import torch
 import training_runs
 from rich.console import Console
-from training_runs import PER_EPOCH, RICH, TINY, assert_same_run, checkpoints
+from training_runs import PER_EPOCH, RICH, TINY, assert_same_run, checkpoints, run_all
 
 from gdeq.gradients import GDEQ, JFB, Measured, Unrolled
 from gdeq.lab import data as datasets
