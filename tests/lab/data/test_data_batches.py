@@ -243,20 +243,6 @@ def test_alternate_flips_every_image_in_every_second_epoch():
     assert not torch.equal(coins[0], ~coins[1])
 
 
-def test_alternate_changes_nothing_but_flips():
-    plain, other = (
-        list(make(source=varied, augment=Augment(crop=2, flip=True, alternate=alternate)).epoch(3))
-        for alternate in (False, True)
-    )
-    turned = 0
-    for (_, (images, labels)), (_, (found, names)) in zip(plain, other, strict=True):
-        assert torch.equal(labels, names)
-        for image, one in zip(images, found, strict=True):
-            assert torch.equal(one, image) or torch.equal(one, image.flip(-1))
-            turned += not torch.equal(one, image)
-    assert 0 < turned < 20
-
-
 @given(
     count=st.integers(1, 40),
     per_rank=st.integers(1, 7),

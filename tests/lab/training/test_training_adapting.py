@@ -13,7 +13,6 @@ from training_runs import PER_EPOCH, RICH, TINY, assert_same_run, checkpoints, r
 
 from gdeq.gradients import GDEQ, JFB, Measured, Unrolled
 from gdeq.lab import data as datasets
-from gdeq.lab.paper import plan
 from gdeq.lab.training import adapting, loop, process, progress, recordings, runs
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.folder import RunFolder
@@ -321,19 +320,6 @@ def test_settings_that_do_not_fit(settings, message):
     with pytest.raises(configs.ConfigError) as caught:
         configs.load("digits", settings)
     assert message in str(caught.value)
-
-
-def test_the_preset_and_its_file(tmp_path):
-    config = configs.load("cifar10-adaptive")
-    assert config.adapt.enabled
-    assert not configs.load("cifar10-fast").adapt.enabled
-    row = next(run for run in plan.make_plan() if run.name == "adaptive-seed0").config()
-    # What adapting chooses, and housekeeping, may differ from the row of Table 2.
-    aside = {"log_every", "checkpoint_seconds", "snapshots", "solver.max_iter", "gradient.refine"}
-    differs = {text.partition(":")[0] for text in configs.differences(config, row)}
-    assert differs <= aside | {"gradient.tol"}  # of Implicit
-    run = RunFolder.create(tmp_path / "run", config)
-    assert run.config() == config
 
 
 # -- in a training ---------------------------------------------------------------------------------

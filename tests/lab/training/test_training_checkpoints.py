@@ -518,17 +518,6 @@ def test_spoilt_weights_are_not_saved(tmp_path, few_images, gdeq, monkeypatch):
     assert json.loads((run / "summary.json").read_text())["epochs"] == 2
 
 
-def test_a_rate_that_is_too_high(tmp_path, few_images, gdeq):
-    run = tmp_path / "run"
-    said = gdeq.refused("train", *TINY, "optimizer.lr=1e30", "--out", run)
-    assert "the loss became NaN or infinite" in said
-    assert "Try a lower optimizer.lr" in said
-    last = checkpoints(run)[-1]
-    assert f"the last good checkpoint is {last.name}" in said
-    state = checkpoint.read(last)
-    assert all(v.isfinite().all() for v in state["model"].values() if v.is_floating_point())
-
-
 def test_nan_in_the_loss(tmp_path, few_images, gdeq, monkeypatch):
     real, count = Images.loss, iter(range(100))
 
@@ -539,6 +528,7 @@ def test_nan_in_the_loss(tmp_path, few_images, gdeq, monkeypatch):
     run = tmp_path / "run"
     said = gdeq.refused("train", *RICH, "--out", run)
     assert "the loss became NaN or infinite at or before step 3" in said
+    assert "Try a lower optimizer.lr" in said
     assert "the last good checkpoint is step-000000002.ckpt" in said
     assert [r["step"] for r in training_runs.metrics(run)] == [1, 2]  # no NaN in the file
     assert checkpoint.latest(run)["step"] == 2

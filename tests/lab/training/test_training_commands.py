@@ -304,11 +304,6 @@ def test_similarity_of_a_run_without_an_inverse(gdeq, run, solver):
         assert name == ("Broyden" if method == "GDEQ" else solver.title())  # refined, from JFB
 
 
-def test_similarity_with_a_batch_larger_than_the_data_set(gdeq, run):
-    said = gdeq.refused("similarity", run, "--batch-size", "13")
-    assert "error: --batch-size 13 is larger than the data set (12 samples): lower it" in said
-
-
 def test_similarity_keeps_the_other_epochs(gdeq, run, monkeypatch):
     first = run / "snapshots/epoch-001.safetensors"
     (run / "snapshots/epoch-002.safetensors").write_bytes(first.read_bytes())
@@ -339,10 +334,15 @@ def test_similarity_keeps_the_other_epochs(gdeq, run, monkeypatch):
     assert records_of(run)[len(METHODS) :] == both[len(METHODS) :]
 
 
-@pytest.mark.parametrize("tol", ["0", "-1", "nan", "inf"])
-def test_similarity_needs_a_tolerance(gdeq, run, tol):
-    said = gdeq.refused("similarity", run, "--exact-tol", tol)
-    assert f"error: --exact-tol must be above 0, got {tol}" in said
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        *(("--exact-tol", tol, f"must be above 0, got {tol}") for tol in ("0", "-1", "nan", "inf")),
+        ("--batch-size", "13", "13 is larger than the data set (12 samples): lower it"),
+    ],
+)
+def test_options_of_similarity_that_do_not_fit(gdeq, run, option, value, message):
+    assert f"error: {option} {message}" in gdeq.refused("similarity", run, option, value)
 
 
 def test_compare(gdeq, tmp_path):
