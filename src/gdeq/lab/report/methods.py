@@ -94,8 +94,7 @@ def recipe(run: Run) -> Recipe:
         for key, value in flatten(run.config).items()
         if key not in ASIDE and not key.startswith(tuple(unread))
     }
-    name = str(run.gradient.get("name")).lower()
-    read = UNTOLD.get(name, tuple(key for key in run.gradient if key != "name"))
+    read = UNTOLD.get(run.method, tuple(key for key in run.gradient if key != "name"))
     kept |= {f"gradient.{key}": str(run.gradient[key]) for key in read if key in run.gradient}
     processes = run.summary.get("processes")
     facts = {"device": run.device, "processes": processes}
