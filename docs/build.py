@@ -120,7 +120,7 @@ def show_kept(script: Path, found: list[Cell]) -> None:
     if script.stem not in ON_GPU:
         return
     kept = script.with_suffix(".gpu.txt")
-    note = "!!! note\n    This page was built on a CPU: its times say nothing about a GPU."
+    note = "This page was built on a CPU: its times say nothing about a GPU."
     if kept.exists():
         blocks, shown = kept.read_text().rstrip().split("\n---\n"), printing(found)
         if len(blocks) != len(shown):
@@ -130,8 +130,8 @@ def show_kept(script: Path, found: list[Cell]) -> None:
             )
         for cell, block in zip(shown, blocks, strict=True):
             cell.printed = block
-        note = f"!!! note\n    The output on this page was kept from a run on {blocks[0]}."
-    found[0].text += f"\n\n{note}"
+        note = f"The output on this page was kept from a run on one {blocks[0]}."
+    found[0].text += f"\n\n> {note}"
 
 
 def page(name: str, found: list[Cell], folder: Path) -> str:

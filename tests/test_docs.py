@@ -11,6 +11,7 @@ import torch
 
 import gdeq
 from gdeq import engine
+from gdeq.steady import UNSTEADY
 from test_tutorials import load
 
 ROOT = Path(__file__).parents[1]
@@ -65,6 +66,37 @@ def test_docstrings_have_short_lines(folder):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 text = ast.get_docstring(node, clean=False) or ""
                 assert [line for line in text.splitlines() if len(line) > 100] == []
+
+
+def sentences() -> str:
+    """All that the package can say, with what is filled in left out."""
+    said = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                said.append(
+                    "".join(getattr(part, "value", "") for part in node.values if is_text(part))
+                )
+            elif is_text(node):
+                said.append(node.value)
+    return "\n".join(said)
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_troubleshooting_has_every_status_and_warning():
+    page = (DOCS / "guides" / "troubleshooting.md").read_text()
+    quoted = re.findall(r'^\|.*?"([^"]+)"', page, re.MULTILINE)
+    said = sentences()
+    assert [sentence for sentence in quoted if sentence not in said] == []  # all can be seen
+    statuses = {str(status) for status in gdeq.Status if status != gdeq.Status.RUNNING}
+    assert {one for one in statuses if not any(map(one.startswith, quoted))} == set()
+    for name in gdeq.__all__:
+        assert not name.endswith("Warning") or f"`{name}`" in page
+    for _, why in UNSTEADY:
+        assert any(sentence in why for sentence in quoted), why
 
 
 def test_the_table_has_every_name_of_torchdeq():

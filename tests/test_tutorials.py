@@ -51,7 +51,7 @@ def test_the_output_of_a_gpu_is_shown_where_it_was_kept(tmp_path):
     found = site.execute(script)
     site.show_kept(script, found)
     text = site.page("7-capture", found, tmp_path)
-    assert "run on NVIDIA." in text
+    assert "run on one NVIDIA." in text
     assert "```text\nfast\n```" in text
     assert "CPU" not in text
 

@@ -72,11 +72,11 @@ class Held(nn.Module):
 
 @contextlib.contextmanager
 def hold(cell: object = None) -> Iterator[None]:
-    """While this is open, the dropout masks and normalised weights in ``cell`` do not change.
+    """Keep the dropout masks and normalised weights in ``cell`` fixed inside this context.
 
     `DEQ` opens it around each call.  Around `fixed_point` with an f of your own, open it yourself.
-    Without a module (a function, or None) it is for all that are used.  Nested: what an outer solve
-    holds, an inner one does not renew.  Other threads are not affected.
+    If ``cell`` is not a module (a function, or None), it holds every module that is used.  Nested
+    contexts keep what the outermost one holds.  Other threads are not affected.
 
     Examples:
         >>> import torch, gdeq
@@ -114,11 +114,11 @@ def _opened(new: _Hold) -> Iterator[None]:
 
 
 class VariationalDropout(Held):
-    """Dropout with one mask for the whole solve: f must be one function while z is sought.
+    """Dropout with one mask for the whole solve, so that f stays the same function.
 
     channelwise: drop whole channels, ``(batch, channels, ...)``, as MDEQ does.
-    shared: dimensions along which entries are dropped together: ``shared=1`` for one mask at all
-        places of ``(batch, length, features)``, ``shared=0`` for one in all samples.
+    shared: dimensions along which entries are dropped together: ``shared=1`` for the same mask at
+        all positions of ``(batch, length, features)``, ``shared=0`` for the same in all samples.
 
     Examples:
         >>> import torch, gdeq
