@@ -474,7 +474,7 @@ def test_short_answers(gdeq, tmp_path, monkeypatch, arguments, code, words):
 
 def test_alternate_is_explained_beside_flip():
     told = {key: meaning for key, (_, meaning) in meanings(ImageConfig).items()}
-    assert "flipped in every second epoch, not by chance" in told["augment.alternate"]
+    assert "flip each image in every second epoch, not at random" in told["augment.alternate"]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
