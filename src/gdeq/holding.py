@@ -232,11 +232,11 @@ def spectral_norm(
 ) -> nn.Module:
     """Divide a weight by its largest singular value, the same value for a whole solve.
 
-    As `torch.nn.utils.parametrizations.spectral_norm`, with exchangeable state dicts; but its power
-    iteration runs once per solve in training, not once per evaluation.  Undo with
+    Like `torch.nn.utils.parametrizations.spectral_norm`, with compatible state dicts, except that
+    its power iteration runs once per solve in training, not once per evaluation.  Undo with
     `gdeq.remove_norm`.
 
-    bound: the largest singular value of the result.  Below 1, f can be made a contraction.
+    bound: the largest singular value of the result.  A bound below 1 can make f a contraction.
 
     Examples:
         >>> import torch, gdeq
@@ -263,10 +263,10 @@ def apply_norm(
     where: Callable[[str, nn.Module], bool] = lambda path, layer: True,
     **options: Any,
 ) -> list[str]:
-    """Normalise the weights of all linear and convolution layers in a module; returns their paths.
+    """Normalise the weights of all linear and convolution layers in a module; return their paths.
 
-    norm: `weight_norm` or `spectral_norm`; gets the options.
-    where: says for a path and its layer whether it is normalised.
+    norm: `weight_norm` or `spectral_norm`, which is called with the options.
+    where: decides from a layer's path and the layer whether to normalise it.
 
     Examples:
         >>> import gdeq
@@ -287,9 +287,9 @@ def apply_norm(
 def remove_norm(
     module: nn.Module, where: Callable[[str, nn.Module], bool] = lambda path, layer: True
 ) -> list[str]:
-    """Make weight and spectral norms in a module plain weights again; returns the paths.
+    """Turn the weight and spectral norms in a module into plain weights; return their paths.
 
-    The weights keep their present values.
+    The weights keep their current values.
 
     Examples:
         >>> import gdeq
