@@ -100,7 +100,7 @@ class Task(ABC, Generic[C]):
 
     @abstractmethod
     def losses(self, output: Any, *targets: Tensor) -> Tensor:  # -> (batch,)
-        """The loss of each sample, in a test and in comparisons of gradients."""
+        """Return the loss of each sample."""
 
     def loss(self, output: Any, *targets: Tensor) -> Tensor:  # -> ()
         """What a training step minimises."""
