@@ -109,6 +109,6 @@ assert pairs[-1][0] < pairs[0][0]
 # - A graph repeats what the device did. Print, count and log outside the step.
 # - Pass what changes as tensors, also the learning rate: `lr=torch.tensor(0.1, device="cuda")`.
 # - Keep shapes fixed. A smaller last batch runs eagerly, with one warning.
-# - After you exchange a solver or a gradient, call `step.reset()`.
+# - After you change the solver or the gradient, call `step.reset()`.
 #
 # [Speed on a GPU](../guides/speed.md) says more, and `gdeq bench` measures your machine.
