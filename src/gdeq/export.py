@@ -24,9 +24,9 @@ class FixedSteps(DEQ):
         compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
         if compiling and torch.is_grad_enabled() and self._needs_products():
             raise RuntimeError(
-                f"gdeq: {type(self.gradient).__name__} as it is set computes VJPs in the backward "
-                "pass, which torch.compile cannot trace; use gradient GDEQ(), JFB() or Unrolled(), "
-                "or torch.no_grad()"
+                f"gdeq: {type(self.gradient).__name__} with these options computes VJPs in the "
+                "backward pass, which torch.compile cannot trace; use gradient GDEQ(), JFB() or "
+                "Unrolled(), or torch.no_grad()"
             )
         return _forward(self, *inputs, z0=z0, **options)
 

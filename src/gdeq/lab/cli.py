@@ -172,7 +172,7 @@ def train(
 
     if resume is not None and str(resume) != "auto":
         if out is not None:
-            raise configs.ConfigError("--resume goes on in its own folder: leave --out out")
+            raise configs.ConfigError("--resume continues in the run's own folder: leave --out out")
         if source is not None and (source in PRESETS or is_file(source)):
             raise configs.ConfigError(
                 f"--resume takes no preset and no file: the run's own configuration counts; leave "
@@ -192,7 +192,7 @@ def train(
     if resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         raise configs.ConfigError(
             "torchrun started this command again, which would begin another run: give it "
-            "--out DIR --resume auto, and it goes on with the one that was begun"
+            "--out DIR --resume auto, and it continues the one that was begun"
         )
     path = out or Path("runs") / default_name(config)
     if dry_run:
