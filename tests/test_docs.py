@@ -134,3 +134,9 @@ class _Tanh(torch.nn.Module):
 
     def forward(self, z, x):
         return torch.tanh(self.mix(z, x) + x)
+
+
+def test_the_reference_shows_functions_where_a_module_has_the_same_name():
+    pages = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    shown = re.findall(r"^::: gdeq\.(\w+)$", pages, re.MULTILINE)
+    assert [name for name in shown if (SOURCE / f"{name}.py").exists()] == []
