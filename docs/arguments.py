@@ -42,11 +42,15 @@ class Arguments(griffe.Extension):
         obj.docstring.value = "\n".join(lines)
 
     def default(self, obj: griffe.Object, name: str) -> str:
-        """`` = 18``, for an argument that is a field of a class."""
-        member = obj.members.get(name) if obj.is_class else None
-        value = getattr(member, "value", None)
+        """`` = 18``, for an argument of a function, or of a class: of its __init__, or a field."""
+        made = obj.members.get("__init__", obj) if obj.is_class else obj
+        parameters = getattr(made, "parameters", None) or {}
+        if name in parameters:
+            value = parameters[name].default
+        else:
+            value = getattr(obj.members.get(name), "value", None)
         text = "" if value is None else str(value)
         if text.startswith("field(default="):
             text = text.removeprefix("field(default=").split(",")[0].rstrip(")")
-        plain = text and "(" not in text
+        plain = text and "(" not in text and not text.isupper()  # a constant says nothing here
         return f" `= {text}`" if plain else ""

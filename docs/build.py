@@ -2,11 +2,16 @@
 
 Tutorials are scripts in percent format.  Each is executed, and becomes a page with its printed
 output and figures, and a notebook.  Links that lead out of docs/ become links into the repository;
-one that leads nowhere is an error.
+a broken link is an error.
+
+`python docs/build.py --keep 7-capture`, on a machine with a GPU, runs this one tutorial and writes
+what it prints to docs/tutorials/7-capture.gpu.txt, which later builds show.  It needs torch and
+matplotlib only.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
 import contextlib
 import io
@@ -24,6 +29,7 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 STAGE = ROOT / "build" / "docs"
 REPOSITORY = "https://github.com/gdeq/gdeq/blob/main/"
+ON_GPU = ("7-capture",)  # tutorials that show what they print on a GPU
 ALSO = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}  # pages from the root
 MARK = re.compile(r"^# %%(.*)$", re.MULTILINE)
 CODE = re.compile(r"(^```.*?^```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
@@ -85,22 +91,47 @@ def execute(script: Path) -> list[Cell]:
                 figure.savefig(image, format="png", bbox_inches="tight", metadata={"Software": ""})
                 cell.figures.append(image.getvalue())
             pyplot.close("all")
-    keep(script, found)
     return found
 
 
-def keep(script: Path, found: list[Cell]) -> None:
-    """Show what was printed on a GPU, where that was kept as NAME.gpu.txt beside the script.
+def printing(found: list[Cell]) -> list[Cell]:
+    """The cells whose output the page shows."""
+    return [cell for cell in found if cell.kind == "code" and cell.printed]
 
-    ``GDEQ_KEEP=NAME python docs/build.py``, on a GPU, writes the file.
-    """
+
+def keep(script: Path) -> None:
+    """Run a tutorial on this machine's GPU, and keep what it prints."""
+    import torch  # noqa: PLC0415
+
+    if script.stem not in ON_GPU:
+        sys.exit(f"--keep takes {' or '.join(ON_GPU)}, not {script.stem}")
+    if not torch.cuda.is_available():
+        sys.exit(f"--keep {script.stem} needs a GPU, and PyTorch sees none here")
+    text = "\n---\n".join(cell.printed for cell in printing(execute(script))) + "\n"
     kept = script.with_suffix(".gpu.txt")
-    shown = [cell for cell in found if cell.kind == "code" and cell.printed]
-    if os.environ.get("GDEQ_KEEP") == script.stem:
-        kept.write_text("\n---\n".join(cell.printed for cell in shown) + "\n")
+    kept.write_text(text)
+    if "OUT" in os.environ:
+        shutil.copy(kept, os.environ["OUT"])
+    print(text)
+
+
+def show_kept(script: Path, found: list[Cell]) -> None:
+    """Replace the output by that of a GPU, and say at the top of the page where it comes from."""
+    if script.stem not in ON_GPU:
+        return
+    kept = script.with_suffix(".gpu.txt")
+    note = "This page was built on a CPU: its times say nothing about a GPU."
     if kept.exists():
-        for cell, printed in zip(shown, kept.read_text().rstrip().split("\n---\n"), strict=True):
-            cell.printed = printed
+        blocks, shown = kept.read_text().rstrip().split("\n---\n"), printing(found)
+        if len(blocks) != len(shown):
+            raise ValueError(
+                f"{kept.name} has {len(blocks)} outputs and {script.name} makes {len(shown)}: "
+                f"run `python docs/build.py --keep {script.stem}` on a GPU again"
+            )
+        for cell, block in zip(shown, blocks, strict=True):
+            cell.printed = block
+        note = f"The output on this page was kept from a run on one {blocks[0]}."
+    found[0].text += f"\n\n> {note}"
 
 
 def page(name: str, found: list[Cell], folder: Path) -> str:
@@ -181,6 +212,15 @@ def stage(source: Path, place: Path) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--keep", metavar="TUTORIAL", help="keep its output from this GPU, and stop"
+    )
+    if name := parser.parse_args().keep:
+        keep(DOCS / "tutorials" / f"{name}.py")
+        return
     shutil.rmtree(STAGE, ignore_errors=True)
     for source in sorted(DOCS.rglob("*")):
         place = STAGE / source.relative_to(DOCS)
@@ -196,6 +236,7 @@ def main() -> None:
     for script in tutorials():
         began = time.perf_counter()
         found = execute(script)
+        show_kept(script, found)
         (folder / f"{script.stem}.ipynb").write_text(json.dumps(notebook(found), indent=1))
         place = folder / f"{script.stem}.md"
         place.write_text(relink(page(script.stem, found, folder), script, place))

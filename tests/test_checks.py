@@ -91,7 +91,7 @@ COUPLED = {
 @pytest.mark.parametrize("batch", [1, 6])
 def test_a_cell_that_is_not_one_function(cell, words, batch):
     deq, x = gdeq.DEQ(cell, FEW), torch.randn(batch, D, dtype=F64)
-    with pytest.warns(UnsteadyCellWarning, match=f"not one function.*{words}"):
+    with pytest.warns(UnsteadyCellWarning, match=f"changes between evaluations.*{words}"):
         deq(x)
     deq(x)  # told before; another warning would be an error
 

@@ -11,6 +11,7 @@ import torch
 
 import gdeq
 from gdeq import engine
+from gdeq.steady import UNSTEADY
 from test_tutorials import load
 
 ROOT = Path(__file__).parents[1]
@@ -58,13 +59,44 @@ def test_public_methods_have_docstrings():
     assert [method for method in bare if method.split(".")[1] not in inherited] == []
 
 
-@pytest.mark.parametrize("folder", ["", "solvers"])
-def test_docstrings_have_short_lines(folder):
-    for path in (SOURCE / folder).glob("*.py"):
+def test_docstrings_have_short_lines():
+    for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 text = ast.get_docstring(node, clean=False) or ""
-                assert [line for line in text.splitlines() if len(line) > 100] == []
+                long = [line for line in text.splitlines() if len(line) > 100]
+                assert long == [], path
+
+
+def sentences() -> str:
+    """All that the package can say, with what is filled in left out."""
+    said = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                said.append(
+                    "".join(getattr(part, "value", "") for part in node.values if is_text(part))
+                )
+            elif is_text(node):
+                said.append(node.value)
+    return "\n".join(said)
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_troubleshooting_has_every_status_and_warning():
+    page = (DOCS / "guides" / "troubleshooting.md").read_text()
+    quoted = re.findall(r'^\|.*?"([^"]+)"', page, re.MULTILINE)
+    said = sentences()
+    assert [sentence for sentence in quoted if sentence not in said] == []  # all can be seen
+    statuses = {str(status) for status in gdeq.Status if status != gdeq.Status.RUNNING}
+    assert {one for one in statuses if not any(map(one.startswith, quoted))} == set()
+    for name in gdeq.__all__:
+        assert not name.endswith("Warning") or f"`{name}`" in page
+    for _, why in UNSTEADY:
+        assert any(sentence in why for sentence in quoted), why
 
 
 def test_the_table_has_every_name_of_torchdeq():
@@ -102,3 +134,9 @@ class _Tanh(torch.nn.Module):
 
     def forward(self, z, x):
         return torch.tanh(self.mix(z, x) + x)
+
+
+def test_the_reference_shows_functions_where_a_module_has_the_same_name():
+    pages = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    shown = re.findall(r"^::: gdeq\.(\w+)$", pages, re.MULTILINE)
+    assert [name for name in shown if (SOURCE / f"{name}.py").exists()] == []

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Your first DEQ in five minutes
 #
-# A deep equilibrium model has one layer that acts like an endless stack of equal ones. You write
-# the layer as a cell f(z, x). The model's output is the z that the cell leaves unchanged:
+# A deep equilibrium model has one layer that acts like an infinite stack of identical ones. You
+# write the layer as a cell f(z, x). The model's output is the z that the cell leaves unchanged:
 # z = f(z, x). `gdeq.DEQ` finds it, and gives you gradients.
 #
 # We separate two half-moons, for which a linear model is not enough.

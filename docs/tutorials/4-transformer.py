@@ -38,8 +38,8 @@ print(f"{len(codes)} characters, {len(letters)} different ones")
 # ## The block
 #
 # The input x, the embedded text, is added at every evaluation. The block ends in a norm, which
-# keeps z bounded and the equilibrium well behaved. Samples of a batch do not influence each
-# other, and there is no dropout: f must be one function while its fixed point is sought.
+# keeps z bounded and the equilibrium well behaved. The samples of a batch do not influence each
+# other. There is no dropout, since f must stay the same function during a solve.
 
 
 # %%

@@ -2,8 +2,8 @@
 # # A graph: one system, without a batch
 #
 # The first dimension of a state is the batch: samples are independent systems, each with its own
-# residual and its own end. The nodes of a graph are not independent, nor are the members of a set
-# or the points of a grid. A graph is *one* system, however many nodes it has.
+# residual and its own number of steps. The nodes of a graph are not independent, nor are the
+# members of a set or the points of a grid. A graph is *one* system, however many nodes it has.
 
 # %%
 import warnings
@@ -31,7 +31,7 @@ features[known, side[known]] = 1.0
 # ## The cell
 #
 # One evaluation passes messages along all edges. The fixed point is what remains after messages
-# have travelled as far as they like, so no number of layers limits how far a node can see.
+# have travelled as far as they can, so no number of layers limits how far a node can see.
 
 
 # %%
@@ -39,7 +39,7 @@ class Propagate(nn.Module):
     def __init__(self, width=16):
         super().__init__()
         self.mix = nn.Linear(width, width, bias=False)
-        nn.init.eye_(self.mix.weight)  # pass messages on as they are, to begin with
+        nn.init.eye_(self.mix.weight)  # at first, messages are passed on unchanged
 
     def forward(self, z, x, spread):  # z and x are (nodes, width)
         return torch.tanh(0.8 * spread @ self.mix(z) + x)
@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 # %% [markdown]
 # `batched=False` says that the state is one system, without a batch dimension. Further arguments,
-# here `spread`, reach the cell as they are.
+# here `spread`, reach the cell unchanged.
 
 # %%
 model = Model()
@@ -84,7 +84,7 @@ print(model.deq.solution.backward)
 # ## What goes wrong without it
 #
 # With the default, `batched=True`, every node counts as a sample of its own. The solve still ends,
-# but the method believes that ∂f/∂z has one block per node, and its gradient is that of another
+# but the method assumes that ∂f/∂z has one block per node, and its gradient belongs to another
 # model. The layer notices at its first call, and warns.
 
 
@@ -126,4 +126,4 @@ assert model.deq.solution.converged.all(), model.deq.solution
 assert errors["one system"] < 0.7 < errors["60 samples"], errors
 
 # %% [markdown]
-# The colour is the model's belief, and green rings are the nodes whose label it was given.
+# The colour is the model's prediction. Green rings mark the nodes whose label was given.

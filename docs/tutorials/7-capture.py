@@ -4,10 +4,8 @@
 # A DEQ evaluates a small network many times in each step. On a GPU, launching the kernels then
 # takes longer than running them. Two remedies work together: `torch.compile` makes one evaluation
 # of the cell cheaper, and `gdeq.capture` records a whole training step, solve, backward pass and
-# optimiser, as one CUDA graph.
-#
-# The output below was kept from a run on a GPU. On a CPU the same script runs a smaller model,
-# and the captured step runs eagerly.
+# optimiser, as one CUDA graph. On a CPU the script below runs a smaller model, and the captured
+# step runs eagerly.
 
 # %%
 import time
@@ -22,7 +20,7 @@ torch.manual_seed(0)
 gpu = torch.cuda.is_available()
 device = "cuda" if gpu else "cpu"
 width, batch = (1024, 512) if gpu else (32, 16)
-print(torch.cuda.get_device_name() if gpu else "no GPU here: the times below say little")
+print(torch.cuda.get_device_name() if gpu else "a CPU")
 
 
 class Cell(nn.Module):
@@ -111,6 +109,6 @@ assert pairs[-1][0] < pairs[0][0]
 # - A graph repeats what the device did. Print, count and log outside the step.
 # - Pass what changes as tensors, also the learning rate: `lr=torch.tensor(0.1, device="cuda")`.
 # - Keep shapes fixed. A smaller last batch runs eagerly, with one warning.
-# - After you exchange a solver or a gradient, call `step.reset()`.
+# - After you change the solver or the gradient, call `step.reset()`.
 #
 # [Speed on a GPU](../guides/speed.md) says more, and `gdeq bench` measures your machine.

@@ -2,7 +2,7 @@
 # # Your own task with `gdeq train`
 #
 # You can write your own training loop: a DEQ is a module like any other. Or describe the task in
-# one file, and `gdeq train` brings the rest: checkpoints and resume, several GPUs, capture,
+# one file, and `gdeq train` does the rest: checkpoints and resume, several GPUs, capture,
 # adaptive budgets, comparisons of gradients, and a report.
 #
 # A task has five parts: data, model, loss, score and presets. This is the whole file. The solver

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Lightning and the Hugging Face Trainer
 #
-# A DEQ is an `nn.Module`, so trainers need no adapter. What is worth adding is a few numbers of the
-# record in the log: a solve that stops converging is the first thing you want to see.
+# A DEQ is an `nn.Module`, so trainers need no adapter. It is worth adding a few numbers from the
+# record to the log: a solve that stops converging is the first thing you want to see.
 
 # %%
 import logging
@@ -84,7 +84,7 @@ print(f"Lightning logged {logged}")
 # %% [markdown]
 # ## Hugging Face Trainer
 #
-# The Trainer wants a model that returns its loss. Override `log` to add the record.
+# The Trainer expects a model that returns its loss. Override `log` to add the record.
 
 
 # %%

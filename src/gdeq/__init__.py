@@ -22,7 +22,7 @@ from gdeq.solvers import GMRES, Anderson, Broyden, Picard, Solver
 from gdeq.state import StateError
 from gdeq.steady import steady
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DEQ",

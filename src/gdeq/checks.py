@@ -1,7 +1,8 @@
-"""Whether a cell is what a solve takes it for: one function, of samples that do not meet.
+"""Whether a cell fits a solve: the same function at every evaluation, of independent samples.
 
-`DEQ` asks this after its first call, at the z that was found: two evaluations of f, and a third
-where the second shows something.  Random generators and buffers of modules stay as they were.
+`DEQ` checks this after its first call, at the z that was found: two evaluations of f, and a third
+if the second differs.  PyTorch's and Python's random generators and the buffers of the cell's
+modules are restored afterwards; other state of a cell is not.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from gdeq.state import State, StateMap
 
 
 class UnsteadyCellWarning(UserWarning):
-    """The cell is not one function while its fixed point is sought.
+    """The cell changes between evaluations, so its solve may not converge.
 
     Examples:
         >>> import torch, gdeq, warnings
@@ -63,20 +64,20 @@ class ConvergenceWarning(UserWarning):
 
 
 COUPLED = (
-    "samples influence each other in {cell}: other states for some of them changed f for the rest, "
-    "by up to {by:.2g} of its size. A solve and its gradient are wrong then: the first dimension "
-    "of the state counts independent systems. For one system without a batch (a graph or set as "
-    "(nodes, d), a grid) use DEQ(cell, batched=False); for batch norm use nn.GroupNorm; move the "
-    "batch of a state (length, batch, d) to the front"
+    "samples influence each other in {cell}: changing the states of some changed f for the others, "
+    "by up to {by:.2g} of its size. The solve and its gradient are then wrong, since the first "
+    "dimension of a state is a batch of independent systems. For one system without a batch (a "
+    "graph or set as (nodes, d), a grid) use DEQ(cell, batched=False); replace batch norm by "
+    "nn.GroupNorm; move the batch of a state (length, batch, d) to the front"
 )
 UNSTEADY = (
-    "{cell} is not one function, and its solve need not converge: two evaluations at one z differ "
-    "by up to {by:.2g} of their size. {why}"
+    "{cell} changes between evaluations, so its solve may not converge: two evaluations at the "
+    "same z differ by up to {by:.2g} of their size. {why}"
 )
 DRAWS = (
-    "{who} draws random numbers at every evaluation: make dropout a gdeq.VariationalDropout, which "
-    "keeps its mask during a solve (also in the place of functional dropout), set that of "
-    "attention and recurrent layers to 0, and draw noise outside the cell"
+    "{who} draws random numbers at every evaluation: use gdeq.VariationalDropout, which keeps its "
+    "mask during a solve, for dropout (also for F.dropout); set the dropout of attention and "
+    "recurrent layers to 0; draw noise outside the cell"
 )
 
 

@@ -240,7 +240,7 @@ def faster(model: str, module: Any, *inputs: Any) -> Callable[[], Any] | None:
 
 @contextlib.contextmanager
 def use(engine: str | Engine) -> Iterator[None]:
-    """Within this context, take the "reference" or the "fast" engine, your own, or "auto".
+    """Use the "reference" engine, the "fast" one, "auto" or one of your own inside this context.
 
     Examples:
         >>> import torch, gdeq

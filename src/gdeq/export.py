@@ -25,9 +25,9 @@ class FixedSteps(DEQ):
         products = self.gradient.needs.vjp and not isinstance(self.gradient, Unrolled)
         if compiling and products and torch.is_grad_enabled():
             raise RuntimeError(
-                f"gdeq: {type(self.gradient).__name__} as it is set computes VJPs in the backward "
-                "pass, which torch.compile cannot trace; use gradient GDEQ(), JFB() or Unrolled(), "
-                "or torch.no_grad()"
+                f"gdeq: {type(self.gradient).__name__} with these options computes VJPs in the "
+                "backward pass, which torch.compile cannot trace; use gradient GDEQ(), JFB() or "
+                "Unrolled(), or torch.no_grad()"
             )
         return _forward(self, *inputs, z0=z0, **options)
 
@@ -36,13 +36,14 @@ _forward = inspect.unwrap(DEQ.forward)
 
 
 def fixed_steps(model: M, steps: int | None = None) -> M:
-    """Let every `DEQ` in ``model`` make exactly so many solver steps.  Changes the model itself.
+    """Make every `DEQ` in ``model`` take a fixed number of solver steps.  Changes the model itself.
 
-    Then the model is one graph: for ``torch.compile(model, fullgraph=True)``, and for a smaller and
-    faster program from ``torch.export.export`` and ``torch.onnx.export``.  (Those take any model;
-    one with a tolerance makes all ``max_iter`` steps and freezes samples on the way, as eager.)
+    The model is then a single graph, for ``torch.compile(model, fullgraph=True)`` and for a smaller
+    and faster program from ``torch.export.export`` and ``torch.onnx.export``.  Export also works
+    without it: a solve with a tolerance then makes all ``max_iter`` steps and freezes samples on
+    the way, as it does eagerly.
 
-    steps: the ``max_iter`` of each solver by default.
+    steps: the number of steps; by default the ``max_iter`` of each solver.
 
     Examples:
         >>> import torch, gdeq

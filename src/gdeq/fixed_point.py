@@ -40,7 +40,7 @@ def fixed_point(
 
     f: takes and returns a state, a tensor ``(batch, ...)`` or any nesting of tuples, lists and
         dicts of them.  It must be the same function at every call (see `gdeq.hold` for dropout).
-    solver: finds the fixed point; None, for `Unrolled` alone, starts from z0 as it is.
+    solver: finds the fixed point.  None, for `Unrolled` only, skips the solve and starts at z0.
     gradient: how ∂ℓ/∂z becomes a gradient; `Implicit` is exact, `GDEQ` reuses Broyden's inverse.
 
     Examples:
@@ -62,7 +62,7 @@ def solve(f: Callable[[State], State], z0: State, solver: Solver | None = None) 
     """Find z = f(z) from ``z0``, without autograd.
 
     f: takes and returns a state, a tensor ``(batch, ...)`` or any nesting of tuples, lists and
-        dicts of them.  Samples are independent systems and do not influence each other.
+        dicts of them.  It must treat the samples of the batch independently.
     solver: `Broyden` (the default), `Anderson` or `Picard`.
 
     Examples:
@@ -86,9 +86,9 @@ def trajectory(
 ) -> list[State]:
     """The states after these solver steps and, last, the fixed point, each with gradients.
 
-    For losses on the way (fixed-point correction).  A state has the gradient that it would have if
-    the solve had ended there; `GDEQ` uses what the whole solve learned.  After its last step a
-    sample stays where it is.  On a GPU this runs the reference engine, which is slower.
+    For losses on intermediate states (fixed-point correction).  Each state has the gradient that it
+    would have if the solve had ended there; `GDEQ` uses what the whole solve learned.  A sample
+    that has converged keeps its state.  On a GPU this runs the reference engine, which is slower.
 
     Examples:
         >>> import torch, gdeq

@@ -72,11 +72,11 @@ class Held(nn.Module):
 
 @contextlib.contextmanager
 def hold(cell: object = None) -> Iterator[None]:
-    """While this is open, the dropout masks and normalised weights in ``cell`` do not change.
+    """Keep the dropout masks and normalised weights in ``cell`` fixed inside this context.
 
     `DEQ` opens it around each call.  Around `fixed_point` with an f of your own, open it yourself.
-    Without a module (a function, or None) it is for all that are used.  Nested: what an outer solve
-    holds, an inner one does not renew.  Other threads are not affected.
+    If ``cell`` is not a module (a function, or None), it holds every module that is used.  Nested
+    contexts keep what the outermost one holds.  Other threads are not affected.
 
     Examples:
         >>> import torch, gdeq
@@ -111,11 +111,11 @@ def _opened(new: _Hold) -> Iterator[None]:
 
 
 class VariationalDropout(Held):
-    """Dropout with one mask for the whole solve: f must be one function while z is sought.
+    """Dropout with one mask for the whole solve, so that f stays the same function.
 
     channelwise: drop whole channels, ``(batch, channels, ...)``, as MDEQ does.
-    shared: dimensions along which entries are dropped together: ``shared=1`` for one mask at all
-        places of ``(batch, length, features)``, ``shared=0`` for one in all samples.
+    shared: dimensions along which entries are dropped together: ``shared=1`` for the same mask at
+        all positions of ``(batch, length, features)``, ``shared=0`` for the same in all samples.
 
     Examples:
         >>> import torch, gdeq
@@ -226,11 +226,11 @@ def spectral_norm(
 ) -> nn.Module:
     """Divide a weight by its largest singular value, the same value for a whole solve.
 
-    As `torch.nn.utils.parametrizations.spectral_norm`, with exchangeable state dicts; but its power
-    iteration runs once per solve in training, not once per evaluation.  Undo with
+    Like `torch.nn.utils.parametrizations.spectral_norm`, with compatible state dicts, except that
+    its power iteration runs once per solve in training, not once per evaluation.  Undo with
     `gdeq.remove_norm`.
 
-    bound: the largest singular value of the result.  Below 1, f can be made a contraction.
+    bound: the largest singular value of the result.  A bound below 1 can make f a contraction.
 
     Examples:
         >>> import torch, gdeq
@@ -257,10 +257,10 @@ def apply_norm(
     where: Callable[[str, nn.Module], bool] = lambda path, layer: True,
     **options: Any,
 ) -> list[str]:
-    """Normalise the weights of all linear and convolution layers in a module; returns their paths.
+    """Normalise the weights of all linear and convolution layers in a module; return their paths.
 
-    norm: `weight_norm` or `spectral_norm`; gets the options.
-    where: says for a path and its layer whether it is normalised.
+    norm: `weight_norm` or `spectral_norm`, which is called with the options.
+    where: decides from a layer's path and the layer whether to normalise it.
 
     Examples:
         >>> import gdeq
@@ -281,9 +281,9 @@ def apply_norm(
 def remove_norm(
     module: nn.Module, where: Callable[[str, nn.Module], bool] = lambda path, layer: True
 ) -> list[str]:
-    """Make weight and spectral norms in a module plain weights again; returns the paths.
+    """Turn the weight and spectral norms in a module into plain weights; return their paths.
 
-    The weights keep their present values.
+    The weights keep their current values.
 
     Examples:
         >>> import gdeq

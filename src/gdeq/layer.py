@@ -45,18 +45,21 @@ class DEQ(nn.Module):
 
     cell: a module or function ``cell(z, x, ...)`` that returns a new z of the same form.  The
         parameters of a function are not known to the layer.
-    solver, gradient: may be replaced at any time (pre-train with ``Unrolled``, then switch).  In
-        half precision the tolerance of the default solver is what f can resolve, 8e-3 in bf16.
+    solver, gradient: ``Broyden(max_iter=18, tol=1e-3)`` and ``GDEQ(refine=1)`` by default; both may
+        be replaced at any time, for example after pre-training with ``Unrolled``.  In half
+        precision the default solver's tolerance is raised to what f can resolve, 8e-3 in bf16.
     eval_solver: used instead of ``solver`` after ``deq.eval()``.
     batched: False for one system without a batch dimension: a graph or set ``(nodes, d)``, a grid.
 
-    A solve starts from the ``z0`` of the call; else from ``cell.initial_state(x, ...)`` where the
-    cell has such a method; else from zeros like x.  ``solution`` is the record of the last call in
-    this thread.  Its z is detached, and it keeps the solver's inverse in memory until the next.
+    A solve starts from the ``z0`` of the call; without it from ``cell.initial_state(x, ...)``, if
+    the cell has that method; otherwise from zeros like x.  ``solution`` is the record of the last
+    call in this thread.  Its z is detached, and it keeps the solver's inverse in memory until the
+    next call.
 
-    After the first call, and the first with another cell, mode, device or dtype, two evaluations of
-    f look whether it is one function and treats samples independently; a warning says if not.
-    Another says, once, that most samples do not converge; ``deq.warns = False`` switches it off.
+    The first call, and the first with another cell, mode, device or dtype, checks by two more
+    evaluations that f does not change between evaluations and treats samples independently, and
+    warns if not.  Another warning says once that most samples do not converge;
+    ``deq.warns = False`` switches it off.
 
     Examples:
         >>> import torch, gdeq
@@ -247,8 +250,8 @@ class DEQ(nn.Module):
         told: Warning | None = None
         if parts:
             told = UnsteadyCellWarning(
-                f"{type(self.cell).__name__} in training mode is not one function during a solve, "
-                f"which need not converge: {'; '.join(parts)}"
+                f"{type(self.cell).__name__} in training mode changes between evaluations, so its "
+                f"solve may not converge: {'; '.join(parts)}"
             )
         elif len(leaves[0]) and not self._groups:
             with warnings.catch_warnings(record=True) as said, contextlib.suppress(Exception):
@@ -273,8 +276,8 @@ class DEQ(nn.Module):
         if self._failures == LOOKS:
             total = len(solution.codes)
             warnings.warn(
-                f"most samples of this layer do not converge, now and for {LOOK_EVERY * LOOKS} "
-                f"calls: {total - len(missed)} of {total} did in this one. The most frequent end: "
+                f"most samples of this layer have not converged for {LOOK_EVERY * LOOKS} calls: "
+                f"{total - len(missed)} of {total} did in this one. The most frequent status: "
                 f"{Status(int(missed.mode().values))}. print(deq.solution) shows more",
                 ConvergenceWarning,
                 stacklevel=1,
@@ -319,9 +322,9 @@ def _only_one(z: State) -> State:
 def mixed_start(
     z0: State, share: float = 0.5, scale: float = 1.0, generator: torch.Generator | None = None
 ) -> State:
-    """z0 with normal noise in the place of about this share of the samples.
+    """Replace about this share of the samples in z0 by normal noise.
 
-    Trained from such starts, f tends to have one equilibrium that all of them lead to.
+    Trained from such starts, f tends to have a single equilibrium that all of them lead to.
 
     z0: a state ``(batch, ...)``, such as zeros.  scale: the standard deviation of the noise.
 

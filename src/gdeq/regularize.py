@@ -20,8 +20,8 @@ def jacobian_penalty(
 ) -> Tensor:
     """‖∂f/∂z‖²_F / d at z, averaged over the batch: Hutchinson's estimate (Bai et al. 2021).
 
-    E‖Jᵀε‖² = tr(JJᵀ) for ε ~ N(0, I).  Differentiable in all that f closes over; z is taken as
-    given.  Add it to the loss with a small weight to hold the spectral radius down.
+    E‖Jᵀε‖² = tr(JJᵀ) for ε ~ N(0, I).  Differentiable in everything that f closes over; z is a
+    constant.  Add it to the loss with a small weight to keep the spectral radius small.
 
     Examples:
         >>> import torch, gdeq
@@ -46,9 +46,9 @@ def jacobian_penalty(
 def residual_penalty(f: Callable[[State], State], z: State) -> Tensor:
     """‖f(z) − z‖² / ‖z‖², averaged over the batch, at the z where a solve has stopped.
 
-    Differentiable in all that f closes over; z is taken as given, so that training draws f(z) to z:
-    f keeps an equilibrium that its solver finds in the steps that it has.  One evaluation of f.
-    Solve and call it within one `hold` where f has dropout: with another mask it is another f.
+    Differentiable in everything that f closes over; z is a constant, so training draws f(z) to z
+    and f keeps an equilibrium that the solver can find.  Costs one evaluation of f.  If f has
+    dropout, call it in the same `hold` as the solve, so that both use one mask.
 
     Examples:
         >>> import torch, gdeq

@@ -16,7 +16,7 @@ DRAWS = "draws a new mask at every evaluation: "
 
 
 def steady(module: nn.Module) -> list[str]:
-    """Replace what changes from one evaluation of a cell to the next; returns what was done.
+    """Replace the parts of a cell that change between evaluations; return what was done.
 
     In place, at any depth:
 
@@ -24,7 +24,7 @@ def steady(module: nn.Module) -> list[str]:
     - batch norm becomes group norm, with its weight and bias (train it again);
     - spectral norms and other parametrizations are computed once a solve.
 
-    Lines that begin with "left" name what it cannot replace, and what to do.
+    Lines that begin with "left" name a part that it cannot replace, and what to do about it.
 
     Examples:
         >>> import gdeq

@@ -222,16 +222,15 @@ def _forget_failed_capture() -> None:
 def capture(
     step: Callable[..., Any] | None = None, *, warmup: int = 3, memory: Memory | None = None
 ) -> Any:
-    """Make a function of tensors record itself as a CUDA graph, and replay that from then on.
+    """Run a function of tensors as a CUDA graph: record it once, then replay it.
 
-    The first ``warmup`` calls run as they are, on the values given (they are steps of the training
-    like any other); the next is recorded.  Results are copies: they stay when the next call comes.
-    On a CPU, or where recording fails, the function runs as it is, and a `CaptureWarning` says why.
-    ``reset()`` forgets the recording, for when something else than tensor values has changed (a
-    solver was exchanged).
+    The first ``warmup`` calls run eagerly and count as ordinary training steps; the next call is
+    recorded.  Returned tensors are copies, so they stay valid after the next call.  On a CPU, or
+    if recording fails, the function runs eagerly and a `CaptureWarning` says why.  Call ``reset()``
+    to record again after a change of anything but tensor values, such as another solver.
 
-    memory: one `Memory` for several steps that take turns, of which none reads in
-        another's results before they were copied (the results that a call returns are copies).
+    memory: one `Memory` shared by several steps that take turns.  No step may read another's
+        tensors other than the copies that a call returns.
 
     Examples:
         >>> import torch, gdeq

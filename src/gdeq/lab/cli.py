@@ -29,13 +29,13 @@ from gdeq.lab.training.stopping import Interrupted
 from gdeq.options import count
 
 app = typer.Typer(
-    help="Train deep equilibrium models, compare their gradients, look at the results.",
+    help="Train deep equilibrium models, compare their gradients and report the results.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 paper = typer.Typer(
-    help="The paper's experiment on CIFAR-10: its runs, and its tables and figures from them.",
+    help="The paper's experiment on CIFAR-10: make the runs, then the tables and figures.",
     no_args_is_help=True,
 )
 app.add_typer(paper, name="paper")
@@ -57,9 +57,9 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
-KEYS = ["Settings, with the default where no preset says otherwise:", ""]
+KEYS = ["Settings and their defaults, which a preset may change:", ""]
 KEYS += configs.help_lines(registry.TASKS["images"].settings)
-KEYS += ["", "chars has, in place of data, label_smoothing, model and augment:", ""]
+KEYS += ["", "chars has these instead of data, label_smoothing, model and augment:", ""]
 KEYS += [line for line in configs.help_lines(registry.TASKS["chars"].settings) if line not in KEYS]
 Root = Annotated[
     Path | None, typer.Option("--data", help="Folder of the data sets ($GDEQ_DATA, else ./data).")
@@ -71,13 +71,13 @@ Device = Annotated[
 ExactTol = Annotated[
     float,
     typer.Option(
-        help="Residual that the exact gradient and its equilibrium need (above 0); samples that do "
-        "not come there are left out."
+        help="Residual that the exact gradient and its equilibrium must reach (above 0); samples "
+        "that do not reach it are left out."
     ),
 ]
 ROUGH = 1e-2  # above this, an --exact-tol deserves a word
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen, and stop.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and exit.")]
 
 
 def show_version(wanted: bool) -> None:
@@ -127,13 +127,13 @@ def tell(text: str) -> None:
 def train(
     source: Source = None,
     settings: Settings = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder to make.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder to create.")] = None,
     resume: Annotated[
         Path | None,
         typer.Option(
             metavar="RUN|auto",
-            help="Go on with this run from its last checkpoint.  auto: with the one in --out, or "
-            "begin it, so that a job that is started again goes on by itself.",
+            help="Continue this run from its last checkpoint.  auto: continue the run in --out, or "
+            "begin it if there is none, so that a restarted job continues by itself.",
         ),
     ] = None,
     data: Root = None,
@@ -149,7 +149,7 @@ def train(
 
     gdeq train cifar10-fast gradient=implicit    another gradient
 
-    gdeq train --resume runs/NAME                after a stop, of whatever kind
+    gdeq train --resume runs/NAME                continue a run that was stopped or killed
 
     torchrun --nproc-per-node 4 --max-restarts 3 -m gdeq train cifar10-fast --out DIR --resume auto
 
@@ -159,7 +159,7 @@ def train(
 
     if resume is not None and str(resume) != "auto":
         if out is not None:
-            raise configs.ConfigError("--resume goes on in its own folder: leave --out out")
+            raise configs.ConfigError("--resume continues in the run's own folder: leave --out out")
         if source is not None and (source in PRESETS or is_file(source)):
             raise configs.ConfigError(
                 f"--resume takes no preset and no file: the run's own configuration counts; leave "
@@ -179,7 +179,7 @@ def train(
     if resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         raise configs.ConfigError(
             "torchrun started this command again, which would begin another run: give it "
-            "--out DIR --resume auto, and it goes on with the one that was begun"
+            "--out DIR --resume auto, and it continues the one that was begun"
         )
     path = out or Path("runs") / default_name(config)
     if dry_run:
@@ -199,15 +199,17 @@ def evaluate(
     run: RunPath,
     steps: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Solver steps at most, if not the run's own.  Repeatable."),
+        typer.Option(
+            min=1, help="Maximum number of solver steps (default: the run's own).  Repeatable."
+        ),
     ] = None,
     data: Root = None,
     device: Device = None,
 ) -> None:
-    """Test metric and loss of a finished run.
+    """Test a finished run: its metric and loss.
 
-    With more steps than it was trained with the residual falls and the metric stays, if f has an
-    equilibrium.
+    If f has an equilibrium, more solver steps than in training lower the residual and leave the
+    metric unchanged.
     """
     from gdeq.lab.training import runs
     from gdeq.lab.training.folder import RunFolder
@@ -232,15 +234,16 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Folder for the runs and the report.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = 1,
     pretraining: Annotated[
-        bool, typer.Option(help="Also with unrolled pre-training: the table's second column.")
+        bool, typer.Option(help="Train all with pre-training, too: the second column.")
     ] = True,
     data: Root = None,
     dry_run: DryRun = False,
 ) -> None:
     """The paper's Table 2: Implicit, JFB, NPG and GDEQ, without and with pre-training.
 
-    Same recipe and same seed for all; then the table and the page.  Called again it goes on where
-    it was stopped.  pretrain_steps says how long the pre-training is (default: a fifth).
+    All runs have the same recipe and seed.  Ends with the table and a page.  To continue after a
+    stop, give the same command again.  pretrain_steps is the length of the pre-training (default: a
+    fifth of all steps).
     """
     from gdeq.lab import report as reports
     from gdeq.lab.training import runs, timing
@@ -265,10 +268,11 @@ def compare(
 def similarity(
     run: RunPath,
     epochs: Annotated[
-        list[int] | None, typer.Option("--epoch", help="Snapshots to look at (default: all).")
+        list[int] | None,
+        typer.Option("--epoch", help="Epochs whose snapshots are used (default: all)."),
     ] = None,
-    batches: Annotated[int, typer.Option(min=1, help="Mini-batches at each.")] = 8,
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples in each.")] = 64,
+    batches: Annotated[int, typer.Option(min=1, help="Mini-batches per snapshot.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples per mini-batch.")] = 64,
     exact_tol: ExactTol = 1e-4,
     data: Root = None,
     device: Device = None,
@@ -276,8 +280,8 @@ def similarity(
     """The paper's cosine figure: each method's gradient beside the exact one, at chosen epochs.
 
     Each method uses the run's solver, as in training; the exact gradient is that of the equilibrium
-    itself.  All in float32, whatever the run's precision.  Of the run's similarity.jsonl, the
-    epochs that are looked at are replaced, each once it is complete, and the others kept.
+    itself.  Everything is computed in float32.  The results replace those of the same epochs in the
+    run's similarity.jsonl.
     """
     from gdeq.lab.report.runs import read_run
     from gdeq.lab.report.similarity import Similarity
@@ -331,7 +335,7 @@ def report(
         "report"
     ),
 ) -> None:
-    """One self-contained HTML page about these runs, and its figures as PNG and CSV."""
+    """Write one self-contained HTML page about these runs, and its figures as PNG and CSV."""
     from gdeq.lab import report as reports
 
     page = reports.write(paths, out)
@@ -343,11 +347,13 @@ def report(
 @plain_errors
 def bench(
     cell: Annotated[
-        str, typer.Option(help="mdeq, or of plain modules: transformer, convolution, mlp.")
+        str, typer.Option(help="mdeq, or a cell of plain modules: transformer, convolution, mlp.")
     ] = "mdeq",
     size: Annotated[
         str | None,
-        typer.Option(help="Of an MDEQ: small, tiny, large.", show_default="large; small on a CPU"),
+        typer.Option(
+            help="Size of the MDEQ: small, tiny, large.", show_default="large; small on a CPU"
+        ),
     ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Samples in a batch.", show_default="128; 64 on a CPU")
@@ -364,11 +370,13 @@ def bench(
     backward: Annotated[int, typer.Option(min=1, help="Broyden steps of Implicit.")] = 20,
     precision: Annotated[
         str | None,
-        typer.Option(help="float32, tf32 or bf16, of ours.", show_default="bf16; float32 on a CPU"),
+        typer.Option(
+            help="Precision of gdeq: float32, tf32 or bf16.", show_default="bf16; float32 on a CPU"
+        ),
     ] = None,
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, help="Steps timed for each.", show_default="20; 10 on a CPU"),
+        typer.Option(min=1, help="Steps timed per gradient.", show_default="20; 10 on a CPU"),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     peers: Annotated[
@@ -379,15 +387,17 @@ def bench(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for step.txt, step.json, on a GPU kernels.txt.")
+        Path | None,
+        typer.Option(help="Folder for step.txt and step.json, and kernels.txt on a GPU."),
     ] = None,
 ) -> None:
-    """Time one training step: the four gradients, torchdeq beside them, and where the time goes.
+    """Time a training step by gradient, beside torchdeq, and show where the time goes.
 
-    On a GPU the paper's MDEQ-LARGE with a batch of 128; on a CPU a small one.  Random inputs: no
-    data set is needed.  torchdeq is run where it is installed, and its best precision counts.
+    The model is the paper's MDEQ-LARGE with a batch of 128 on a GPU, and a small MDEQ on a CPU.
+    Inputs are random, so no data set is needed.  If torchdeq is installed, it runs in each
+    precision of --peers, and the fastest counts.
 
-    --cell takes a cell as you would write it, with torch.compile and gdeq.capture on a GPU: a
+    --cell times a cell of plain modules, with torch.compile and gdeq.capture on a GPU: a
     transformer block, a residual convolution block or an MLP.
     """
     from gdeq.lab import bench as benches
@@ -409,23 +419,28 @@ def bench(
 @paper.command("run")
 @plain_errors
 def paper_run(
-    out: Annotated[Path, typer.Option(help="Folder for the run folders.")] = Path("runs/paper"),
+    out: Annotated[Path, typer.Option(help="Folder that holds the run folders.")] = Path(
+        "runs/paper"
+    ),
     only: Annotated[
         list[str] | None, typer.Option(help="A run, a group, or a pattern: 'gdeq-*'. Repeatable.")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value for all runs. Repeatable.")
     ] = None,
-    batches: Annotated[int, typer.Option(min=1, help="Mini-batches of a similarity.")] = 8,
-    images: Annotated[int, typer.Option(min=1, help="Images in each of them.")] = 64,
+    batches: Annotated[
+        int, typer.Option(min=1, help="Mini-batches per comparison of gradients.")
+    ] = 8,
+    images: Annotated[int, typer.Option(min=1, help="Images per mini-batch.")] = 64,
     exact_tol: ExactTol = 1e-4,
     data: Root = None,
     dry_run: DryRun = False,
 ) -> None:
-    """All runs behind the paper's tables, most telling first; the same command goes on.
+    """Make all runs behind the paper's tables, the most important first.
 
-    What has a summary.json is done, what has a checkpoint is resumed.  Gradients are compared as
-    soon as a run ends.  The training time of a run has neither its tests nor the compilation in it.
+    To continue after a stop, give the same command again: finished runs are skipped and others are
+    resumed.  After each run its gradients are compared.  Training times exclude tests and
+    compilation.
     """
     from gdeq.lab.paper import plan, running
 
@@ -451,15 +466,17 @@ def paper_run(
 @paper.command("collect")
 @plain_errors
 def paper_collect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the run folders are.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder that holds the run folders.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="Where to write.", show_default="the same folder")
     ] = None,
 ) -> None:
-    """Every table and figure of the paper, from the run folders that are there.
+    """Make every table and figure of the paper from the run folders that are there.
 
-    Tables as CSV and Markdown, figures as PNG and CSV, and the page in report/.  What has not been
-    run yet is shown as such.
+    Writes tables as CSV and Markdown, figures as PNG and CSV, and a page in report/.  Rows that
+    have not been run yet are marked.
     """
     from gdeq.lab.paper import collecting
 

@@ -32,11 +32,11 @@ def test_one_image_of_360_is_no_difference(tmp_path):
     rows = rows_of(tmp_path, ([97.5], [97.22], [97.22]), samples=360)
     assert bold(rows) == []
     text = verdict(rows)
-    assert "No difference in test accuracy is shown: 97.22 to 97.50 %." in text
+    assert "The runs show no difference in test accuracy: 97.22 to 97.50 %." in text
     # Two standard errors of a difference: 8 p (1 − p) / 0.0028² test images, to two digits.
     level = (97.5 + 2 * 97.22) / 3
     images = 1000 * math.ceil(8 * level * (100 - level) / 0.28**2 / 1000)
-    assert f"at this distance takes about {images:,} test samples in place of 360, or" in text
+    assert f"at this difference takes about {images:,} test samples instead of 360, or" in text
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_one_image_of_360_is_no_difference(tmp_path):
     [
         (([97.5], [90.0], [90.0]), 1, 360, ["97.50"], "Implicit has the best test accuracy"),
         (([97.5], [97.2], [80.0]), 1, 360, [], "Implicit and JFB lead in test accuracy"),
-        (([97.5], [90.0], [80.0]), 1, None, [], "One run of each tells nothing of the spread"),
+        (([97.5], [90.0], [80.0]), 1, None, [], "One run of each says nothing about the spread"),
         (([90.0, 90.2], [91.0, 91.2], [93.0, 93.2]), 2, None, ["93.10 ± 0.14"], "GDEQ has"),
         # The variances between seeds are 8, 8 and 18; Implicit and GDEQ are 2 apart.
         (([90.0, 94.0], [91.0, 95.0], [91.0, 97.0]), 2, None, [], "takes about 23 seeds of each"),
-        (([90.0], [90.0], [90.0]), 1, 360, [], "shown: 90.00 to 90.00 %."),
+        (([90.0], [90.0], [90.0]), 1, 360, [], "no difference in test accuracy: 90.00 to 90.00 %."),
     ],
 )  # fmt: skip
 def test_a_winner_is_bold_where_it_is_told_from_the_noise(
@@ -78,7 +78,7 @@ def test_a_winner_is_bold_where_it_is_told_from_the_noise(
             [20, 25, 19, 20],
             [15, 40, 20, 19],
             [],
-            "No method's steps are told to be shorter than Imp",
+            "No method's steps are measurably shorter than Imp",
         ),
     ],
 )
@@ -105,5 +105,5 @@ def test_a_slowed_training_is_told(tmp_path):
 def test_a_metric_of_which_less_is_better_and_no_spread_is_known(tmp_path):
     rows = make_rows(read_runs([other_task(tmp_path / n, n) for n in ("implicit", "gdeq")]))
     assert bold(rows) == []
-    assert "No difference in test bits per character is shown" in verdict(rows)
+    assert "The runs show no difference in test bits per character" in verdict(rows)
     assert verdict(make_rows(read_runs([make_run(tmp_path / "alone")]))) == ""

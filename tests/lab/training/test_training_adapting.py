@@ -451,7 +451,7 @@ def test_nothing_is_judged_by_unrolled_steps(trainer):
 
 def test_what_will_be_adapted_is_told(trainer):
     (text,) = trainer("epochs=3").notes()
-    assert text.startswith("adaptive: begins with 7 forward steps and 2 VJPs, looks at every 1 st")
+    assert text.startswith("adaptive: begins with 7 forward steps and 2 VJPs, decides every 1 st")
     for settings, steps in ((["adapt.every=10"], 9), (["adapt.every=8", "pretrain_steps=2"], 7)):
         *_, text = trainer("epochs=3", *settings).notes()
         assert f"warning: nothing will be adapted in {steps} steps with a solver" in text

@@ -31,9 +31,9 @@ class Augment:
     crop: int = 0  # pixels of padding before a random crop
     flip: bool = False  # left and right exchanged, half of the time
     cutout: int = 0  # side of the square cut out, in pixels
-    fill: str = "zeros"  # what the padding of a crop is: zeros (black), reflect
-    cutmix: float = 0.0  # share of images with a rectangle, and that much of the label, of another
-    alternate: bool = False  # with flip: each image flipped in every second epoch, not by chance
+    fill: str = "zeros"  # padding of a crop: zeros (black), reflect
+    cutmix: float = 0.0  # share of images that get a rectangle, and its label, from another
+    alternate: bool = False  # with flip: flip each image in every second epoch, not at random
 
     def __post_init__(self) -> None:
         check_integer(self, "crop", 0)

@@ -89,7 +89,7 @@ def _speed(rows: Sequence[Row]) -> str:
     if not others:
         return ""
     if any(row.is_baseline for row in fast(rows)):
-        return "No method's steps are told to be shorter than Implicit's."
+        return "No method's steps are measurably shorter than Implicit's."
     best = [row for row in fast(rows) if row in others]
     best = best or [max(others, key=lambda row: row.speedup or 0.0)]
     sizes = dict.fromkeys(f"{ratio:.1f}" for ratio in sorted(row.speedup or 0.0 for row in best))
@@ -97,8 +97,8 @@ def _speed(rows: Sequence[Row]) -> str:
     verb = "takes" if len(best) == 1 else "take"
     text = f"{_short(best)} {verb} the shortest steps, {size} times as fast as Implicit’s"
     if len(best) > 1:
-        text += ", and are not told apart by these times"
-    return text + ("." if best[0].in_turns else ", by the times of their own trainings.")
+        text += "; these times show no difference between them"
+    return text + ("." if best[0].in_turns else ", by the times of whole trainings.")
 
 
 def _score(rows: Sequence[Row]) -> str:
@@ -112,9 +112,11 @@ def _score(rows: Sequence[Row]) -> str:
     low, high = (metric.number(value) for value in sorted(ends))
     if len(leading) == 1:
         return f"{_short(leading)} has the best test {metric.words}, {high}{unit}."
-    text = f"No difference in test {metric.words} is shown"
+    text = f"The runs show no difference in test {metric.words}"
     if len(leading) < scored:
-        text = f"{_short(leading)} lead in test {metric.words} and are not told apart"
+        text = (
+            f"{_short(leading)} lead in test {metric.words}, with no difference shown between them"
+        )
     return f"{text}: {low} to {high}{unit}. {_needed(rows, leading, which)}".rstrip()
 
 
@@ -128,16 +130,16 @@ def _needed(rows: Sequence[Row], leading: list[Row], which: int) -> str:
     first, last = leading[0].scores[which], leading[-1].scores[which]
     deviation, gap = noise(rows, which), abs((first.final or 0.0) - (last.final or 0.0))
     if deviation is None:
-        return "One run of each tells nothing of the spread: repeat with other seeds (--seeds 3)."
+        return "One run of each says nothing about the spread: repeat with --seeds 3."
     if not gap:
         return ""
     times = 2 * (APART * deviation / gap) ** 2
     samples = _samples([first]) if metric_of(rows).percent else None
     more = ""
     if samples:
-        more = f"{_round(times * samples)} test samples in place of {samples:.0f}, or "
+        more = f"{_round(times * samples)} test samples instead of {samples:.0f}, or "
     names = f"{leading[0].label.split(' · ')[0]} from {leading[-1].label.split(' · ')[0]}"
-    return f"To tell {names} at this distance takes about {more}{_round(times)} seeds of each."
+    return f"To tell {names} at this difference takes about {more}{_round(times)} seeds of each."
 
 
 def _samples(some: Sequence[Repeats]) -> float | None:
@@ -163,14 +165,14 @@ def notes(rows: Sequence[Row]) -> list[str]:
     elif any(row.speedup is not None for row in rows):
         found.append(
             "Speed-up: Implicit's time per step, mean over the whole training, divided by the "
-            "method's; the trainings ran one after another, and whatever else the machine did is "
-            "in their times; ms / step is the median of the log lines"
+            "method's; the trainings ran one after another, and their times include whatever else "
+            "the machine did; ms / step is the median of the log lines"
         )
     waited = max((number(run.timing.get("waited")) or 0.0 for run in clocks), default=0.0)
     if waited > BUSY:
         found.append(
             f"The machine was busy: {waited:.0%} of the timing was spent waiting for a core. All "
-            "methods were slowed alike, so the ratios say more than the milliseconds; repeat the "
+            "methods were slowed alike, so trust the ratios more than the milliseconds; repeat the "
             "command on an idle machine to time them again"
         )
     slow = [r.label for r in rows if r.clock and r.seconds_per_step and r.ms_per_step
@@ -178,7 +180,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     if slow:
         found.append(f"Something slowed the training of {listed(slow)}: its time is too long")
     if clocks:
-        found.append("f / step: evaluations of f, the one with autograd among them")
+        found.append("f / step: evaluations of f, including the one with autograd")
     if any(repeats.spread is not None for row in rows for repeats in row.scores):
         every = [repeats for row in rows for repeats in row.scores if repeats.spread is not None]
         same = any(repeats.seeds < len(repeats.counted) for repeats in every)

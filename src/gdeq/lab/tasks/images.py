@@ -25,8 +25,8 @@ class ModelConfig:
 
     size: str = "small"  # small (0.09 M parameters), tiny (0.16 M), large (11.1 M)
     weight_norm: bool = True  # normalise the weights of the cell
-    dropout: float = 0.0  # share of channels dropped in the cell, the same during a solve
-    outer_norm: str = "group"  # of stem and head: group, or batch as published
+    dropout: float = 0.0  # share of channels dropped in the cell, with one mask per solve
+    outer_norm: str = "group"  # norm of stem and head: group, or batch as published
     short: ClassVar = "size"
 
     def __post_init__(self) -> None:

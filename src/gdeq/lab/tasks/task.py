@@ -49,10 +49,10 @@ class Data(NamedTuple):
 
 
 class Task(ABC, Generic[C]):
-    """Subclass it; what has a default here may stay.
+    """Base of all tasks.  Override `load`, `model` and `losses`; the rest has defaults.
 
-    settings: the class of its settings; a subclass of `Config` adds some.
-    presets: settings by name; those of a file's first preset hold where nothing else is said.
+    settings: the class of its settings: `Config`, or a subclass that adds some.
+    presets: settings by name.  A task's file runs with its first preset by default.
     """
 
     name: ClassVar[str]  # as in the run's config.yaml; the registry sets it
@@ -69,18 +69,18 @@ class Task(ABC, Generic[C]):
 
     @abstractmethod
     def load(self) -> Data:
-        """All samples, on ``self.device``."""
+        """Return all samples, on ``self.device``."""
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """The model, called with a batch's first tensor; its DEQ is its attribute ``deq``.
+        """Return the model, which is called with a batch's first tensor and has its DEQ as ``deq``.
 
         The training sets the solver and the gradient of ``deq`` before each step.
         """
 
     @abstractmethod
     def losses(self, output: Any, *targets: Tensor) -> Tensor:  # -> (batch,)
-        """The loss of each sample, in a test and in comparisons of gradients."""
+        """Return the loss of each sample."""
 
     def loss(self, output: Any, *targets: Tensor) -> Tensor:  # -> ()
         """What a training step minimises."""
@@ -105,7 +105,7 @@ class Task(ABC, Generic[C]):
         return Batches(self.data.test, size, shuffle=False, drop_last=False, **self.share())
 
     def share(self) -> dict[str, Any]:
-        """Which part of each batch is this process's."""
+        """The part of each batch that belongs to this process."""
         return {"rank": self.process.rank, "world_size": self.process.world_size}
 
     def injector(self, model: Any) -> nn.Module | None:
@@ -113,7 +113,7 @@ class Task(ABC, Generic[C]):
         return None
 
     def notes(self) -> Iterator[str]:
-        """What to say before the first step."""
+        """Lines to print before the first step."""
         yield from ()
 
     @classmethod

@@ -288,7 +288,7 @@ def beginning(controller: Controller, pretrain_steps: int, total: int) -> Iterat
     choice = controller.choice
     yield (
         f"adaptive: begins with {choice.steps} forward steps and "
-        f"{count(choice.refine, 'VJP')}, looks at every {controller.every} steps "
+        f"{count(choice.refine, 'VJP')}, decides every {controller.every} steps "
         "(solver.max_iter and gradient.refine are not read)"
     )
     if total - pretrain_steps < controller.every:

@@ -40,10 +40,10 @@ class SolverConfig:
     """
 
     name: str = "broyden"  # broyden, anderson, picard
-    max_iter: int = 18  # steps at most
-    tol: float = 1e-3  # a sample is done at this relative residual; 0: always all steps
-    memory: int | None = None  # steps remembered; null: all of them (anderson: 5)
-    step_bits: int = 16  # broyden, on a GPU in half precision: a step is kept in 16 or 8 bits
+    max_iter: int = 18  # maximum number of steps
+    tol: float = 1e-3  # relative residual at which a sample has converged; 0: take all steps
+    memory: int | None = None  # steps that are kept; null: all of them (anderson: 5)
+    step_bits: int = 16  # broyden, on a GPU in half precision: keep steps in 16 or 8 bits
     short: ClassVar = "name"
     read_by: ClassVar = {"memory": ("broyden", "anderson"), "step_bits": ("broyden",)}
 
@@ -69,8 +69,8 @@ class GradientConfig:
     name: str = "gdeq"  # gdeq, implicit, jfb, npg, unrolled
     refine: int = 0  # gdeq, jfb: VJPs spent on every step
     tolerance: float | None = None  # gdeq: bound on the backward residual
-    max_refine: int | None = None  # gdeq, with a tolerance: VJPs spent on refining at most
-    max_iter: int = 20  # implicit: steps of the backward solve at most
+    max_refine: int | None = None  # gdeq, with a tolerance: maximum number of VJPs to refine
+    max_iter: int = 20  # implicit: maximum number of steps of the backward solve
     tol: float = 1e-6  # implicit: relative residual at which the backward solve ends
     solver: str = "broyden"  # implicit: broyden, gmres, anderson, picard
     steps: int = 5  # npg, unrolled: terms of the series, or layers
@@ -141,18 +141,18 @@ class AdaptConfig:
     is wider at first, on the lowest.  A test is solved with the steps then in use.
     """
 
-    enabled: bool = False  # choose steps, refinement and penalty by residual and error
-    forward: float = 1e-2  # wanted: mean relative residual of the fixed point
-    backward: float = 0.3  # wanted: error of a batch's gradient, about (`batch_error`)
-    forward_at_first: float | None = None  # wanted at first, then evenly less; null: forward
-    backward_at_first: float | None = None  # the same of backward
-    every: int = 50  # training steps between two looks
-    steps: tuple[int, ...] = (4, 5, 6, 7, 9, 12, 15, 18)  # for solver.max_iter; last: the budget
-    refine: tuple[int, ...] = (0, 1, 2, 3, 5)  # the rungs for gradient.refine
-    room: float = 0.3  # below this share of the target one rung down is tried
-    patience: int = 2  # looks in a row with such room before that
-    penalty_least: float = 1.0  # residual_weight when the last of steps does not suffice, at first
-    penalty_most: float = 64.0  # residual_weight at most
+    enabled: bool = False  # choose solver steps, VJPs and penalty by residual and error
+    forward: float = 1e-2  # target: mean relative residual of the fixed point
+    backward: float = 0.3  # target: estimated error of a batch's gradient (`batch_error`)
+    forward_at_first: float | None = None  # target at first, then falling evenly; null: forward
+    backward_at_first: float | None = None  # the same for backward
+    every: int = 50  # training steps between two decisions
+    steps: tuple[int, ...] = (4, 5, 6, 7, 9, 12, 15, 18)  # levels of solver.max_iter
+    refine: tuple[int, ...] = (0, 1, 2, 3, 5)  # levels of gradient.refine
+    room: float = 0.3  # below this share of the target, one level less is tried
+    patience: int = 2  # after so many decisions in a row below that share
+    penalty_least: float = 1.0  # first residual_weight, when the last level does not suffice
+    penalty_most: float = 64.0  # largest residual_weight
 
     def __post_init__(self) -> None:
         check_flag(self, "enabled")
@@ -183,21 +183,21 @@ class Config:
 
     task: str = "images"  # images, chars, sudoku, or a file with a task of your own
     epochs: int = 20  # passes over the training samples
-    batch_size: int = 64  # over all processes together
-    seed: int = 0  # of weights, order, augmentation and dropout
+    batch_size: int = 64  # of all processes together
+    seed: int = 0  # for weights, order, augmentation and dropout
     device: str = "auto"  # auto, cpu, cuda
     precision: str = "float32"  # float32, tf32, bf16
-    graph: bool = True  # on a GPU, record a step once and replay it (gdeq.capture)
-    pretrain_steps: int = 0  # first so many steps as an unrolled weight-tied network
+    graph: bool = True  # on a GPU, capture the step as a CUDA graph (gdeq.capture)
+    pretrain_steps: int = 0  # steps at the start as an unrolled, weight-tied network
     pretrain_layers: int = 5  # depth of that network
-    ema: float = 0.0  # decay of the averaged weights that are evaluated; 0: none
+    ema: float = 0.0  # decay of the weight average that is evaluated; 0: no average
     residual_weight: float = 0.0  # weight of the residual penalty, which draws f(z) to z
-    residual_every: int = 5  # the residual penalty is taken at every so many steps
-    measure_every: int = 1  # the gradient's residual is measured at one of so many steps
+    residual_every: int = 5  # steps from one residual penalty to the next
+    measure_every: int = 1  # steps from one measurement of the gradient's residual to the next
     log_every: int = 10  # steps from one line of metrics to the next
     test_every: int = 1  # epochs from one test to the next; the last one is always tested
-    checkpoint_seconds: float = 60.0  # from one checkpoint to the next
-    timeout_seconds: float = 600.0  # of several processes: then one that is silent counts as lost
+    checkpoint_seconds: float = 60.0  # time from one checkpoint to the next
+    timeout_seconds: float = 600.0  # a process of several that is silent so long counts as lost
     snapshots: tuple[int, ...] = (1, 10, 20, 50)  # epochs whose weights are kept, for similarity
     solver: SolverConfig = field(default_factory=SolverConfig)
     gradient: GradientConfig = field(default_factory=GradientConfig)
