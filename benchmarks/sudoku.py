@@ -24,17 +24,17 @@ from gdeq.lab.training import runs
 from gdeq.lab.training.loop import Trainer
 from gdeq.lab.training.precision import precision
 
-BATCH = 500
+BATCH = 2000
 SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)  # segments in the picture
 
 
-def sets(task: Puzzles, many: int) -> Iterator[tuple[str, Grids]]:
+def sets(task: Puzzles, pool: str, many: int) -> Iterator[tuple[str, Grids]]:
     """The tests: by givens, and the hardest (every so many of them, in the order of the table)."""
     pools = task.pools()
     for low, high in ((0, 0), (1, 17)):
         name = "17 givens" if high == 0 else "18 to 34 givens"
-        yield name, with_more_givens(pools["test"], (low, high), many)
-    hardest = pools.get("hardest")
+        yield name, with_more_givens(pools[pool], (low, high), many)
+    hardest = pools.get("hardest") if pool == "test" else None
     if hardest is not None:
         every = max(1, len(hardest.puzzles) // many)
         yield "hardest", Grids(*(grid[::every][:many] for grid in hardest))
@@ -59,16 +59,19 @@ def solve(trainer: Trainer, puzzles: Tensor, starts: int, seed: int) -> tuple[Te
     return torch.stack(digits), torch.stack(residuals)
 
 
-def rows(trainer: Trainer, name: str, grids: Grids, args: Any) -> Iterator[dict[str, Any]]:
+def solved_by_steps(
+    trainer: Trainer, grids: Grids, steps: list[int], starts: int, seed: int
+) -> Iterator[dict[str, float]]:
+    """Shares in per cent, for each number of solver steps."""
     model: Any = trainer.model
-    device, length = trainer.process.device, steps_of(trainer)
+    device, length, before = trainer.process.device, steps_of(trainer), model.test_segments
     puzzles, solutions = (torch.from_numpy(g).to(device).long() for g in grids)
-    for steps in args.steps:
-        model.segments = max(1, round(steps / length))
+    for many in steps:
+        model.test_segments = max(1, round(many / length))
         first, best, cells, residual = [], [], [], []
         for at in range(0, len(puzzles), BATCH):
             truth = solutions[at : at + BATCH]
-            digits, left = solve(trainer, puzzles[at : at + BATCH], args.starts, args.seed + at)
+            digits, left = solve(trainer, puzzles[at : at + BATCH], starts, seed + at)
             right = digits == truth  # (starts, b, 81)
             chosen = left.nan_to_num(torch.inf).argmin(0)
             first.append(right[0].all(1))
@@ -76,25 +79,25 @@ def rows(trainer: Trainer, name: str, grids: Grids, args: Any) -> Iterator[dict[
             cells.append(right[0].float().mean(1))
             residual.append(left[0])
         yield {
-            "set": name,
-            "puzzles": len(puzzles),
-            "steps": model.segments * length,
-            "solved %": percent(first),
-            f"best of {args.starts} %": percent(best),
-            "cells %": percent(cells),
+            "steps": many,
+            "evaluations": model.test_segments * length,
+            "solved": percent(first),
+            "best": percent(best),
+            "cells": percent(cells),
             "residual": torch.cat(residual).median().item(),
         }
+    model.test_segments = before
 
 
-def percent(parts: list[Tensor]) -> str:
-    return f"{100 * torch.cat(parts).float().mean().item():.2f}"
+def percent(parts: list[Tensor]) -> float:
+    return 100 * torch.cat(parts).float().mean().item()
 
 
 @torch.no_grad()
 def draw(trainer: Trainer, puzzle: Tensor, solution: Tensor) -> Any:
     """puzzle, solution: (81,).  Of a board, what the model thinks after so many solver steps."""
     model: Any = trainer.model
-    model.segments = SHOWN[-1]
+    model.test_segments = SHOWN[-1]
     share, digit = model(puzzle[None])[0].float().softmax(2).max(2)  # (segments, 81)
     length, plt = steps_of(trainer), pyplot()
     figure, boards = plt.subplots(2, len(SHOWN) // 2, figsize=(12, 6.4))
@@ -125,6 +128,7 @@ def main() -> None:
     wanted.add_argument("--data", type=Path, default=None, help="folder of the data sets")
     wanted.add_argument("--steps", type=int, nargs="+", default=[16, 64, 256])
     wanted.add_argument("--starts", type=int, default=8, help="to choose among by residual")
+    wanted.add_argument("--test", default="test", choices=("test", "validation"), help="which pool")
     wanted.add_argument("--puzzles", type=int, default=2000, help="of each set")
     args = wanted.parse_args()
     if args.quick:
@@ -136,9 +140,9 @@ def main() -> None:
     trainer.set_phase(trainer.total)
     with precision(trainer.config, trainer.process.device):
         found = [
-            row
-            for name, grids in sets(task, args.puzzles)
-            for row in rows(trainer, name, grids, args)
+            {"set": name, "puzzles": len(grids.puzzles), "starts": args.starts, **row}
+            for name, grids in sets(task, args.test, args.puzzles)
+            for row in solved_by_steps(trainer, grids, args.steps, args.starts, args.seed)
         ]
         report.table(found)
         report.csv(found)

@@ -35,9 +35,9 @@ def test_the_answer_moves_with_the_rows_and_columns(model):
 def test_segments_go_on_where_the_last_one_ended(model):
     puzzles = torch.randint(0, 10, (2, 81))
     model.deq.solver = Picard(max_iter=6, tol=0.0)
-    model.segments = 1
+    model.test_segments = 1
     whole = model(puzzles)[:, 0]
-    model.deq.solver, model.segments = Picard(max_iter=3, tol=0.0), 2
+    model.deq.solver, model.test_segments = Picard(max_iter=3, tol=0.0), 2
     torch.testing.assert_close(model(puzzles)[:, 1], whole)
 
 
@@ -47,7 +47,7 @@ def test_no_gradient_goes_from_a_segment_to_the_one_before(model):
     model.deq.solver, model.deq.gradient = None, Unrolled(2)
     model(puzzles)[:, 1].square().sum().backward()
     found = [p.grad.clone() for p in model.parameters()]
-    model.segments = 1
+    model.test_segments = 1
     model(puzzles)
     z = model.deq.solution.z
     model.zero_grad()
