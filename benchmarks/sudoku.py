@@ -4,13 +4,13 @@
 
 Steps are spent in segments of the length that the run was trained with, where steps through
 autograd (gradient=unrolled) count too.  Of several starts, zeros and then random ones, the answer
-with the smallest forward residual counts.  The picture shows one puzzle of the test along the
-segments.
+with the smallest forward residual counts.  The picture shows one puzzle of the test filling in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from common import COLORS, Report, parser, pyplot
+from gdeq import JFB
 from gdeq.lab.data.sudoku import Grids, with_more_givens
 from gdeq.lab.tasks.sudoku import Puzzles
 from gdeq.lab.training import runs
@@ -25,7 +26,7 @@ from gdeq.lab.training.loop import Trainer
 from gdeq.lab.training.precision import precision
 
 BATCH = 2000
-SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)  # segments in the picture
+SHOWN = (2, 4, 8, 12, 16, 24, 32, 48)  # solver steps in the picture
 
 
 def sets(task: Puzzles, pool: str, many: int) -> Iterator[tuple[str, Grids]]:
@@ -94,29 +95,38 @@ def percent(parts: list[Tensor]) -> float:
 
 
 @torch.no_grad()
-def draw(trainer: Trainer, puzzle: Tensor, solution: Tensor) -> Any:
-    """puzzle, solution: (81,).  Of a board, what the model thinks after so many solver steps."""
+def draw(trainer: Trainer, grids: Grids) -> Any:
+    """Of the puzzles that are solved at last, the one that takes most steps, filling in."""
     model: Any = trainer.model
-    model.test_segments = SHOWN[-1]
-    share, digit = model(puzzle[None])[0].float().softmax(2).max(2)  # (segments, 81)
-    length, plt = steps_of(trainer), pyplot()
+    puzzles, solutions = (torch.from_numpy(g).to(trainer.process.device).long() for g in grids)
+    model.deq.solver = replace(model.deq.solver, max_iter=SHOWN[-1])
+    model.deq.gradient = JFB()  # without steps through autograd
+    states = torch.stack(model.deq.trajectory(model.embed(puzzles), at=SHOWN)[:-1])
+    shares, digits = model.answer(states).float().softmax(3).max(3)  # (shown, b, 81)
+    right = digits + 1 == solutions
+    late = (~right.all(2)).sum(0).where(right[-1].all(1), -1).argmax()
+    puzzle, share, digit, right = (t.cpu() for t in (
+        puzzles[late], shares[:, late], digits[:, late] + 1, right[:, late]
+    ))  # fmt: skip
+    plt = pyplot()
     figure, boards = plt.subplots(2, len(SHOWN) // 2, figsize=(12, 6.4))
-    for axes, segment in zip(boards.flat, SHOWN, strict=True):
+    for at, axes in enumerate(boards.flat):
         for line in range(10):
             width = 1.6 if line % 3 == 0 else 0.4
             axes.plot([0, 9], [line, line], color="black", linewidth=width)
             axes.plot([line, line], [0, 9], color="black", linewidth=width)
         for cell in range(81):
-            given, at = puzzle[cell] > 0, segment - 1
-            value = int(puzzle[cell]) if given else int(digit[at, cell]) + 1
-            right = value == int(solution[cell])
-            colour = "black" if given else COLORS["GDEQ"] if right else COLORS["Implicit"]
+            given = bool(puzzle[cell] > 0)
+            value = int(puzzle[cell] if given else digit[at, cell])
+            colour = COLORS["GDEQ"] if right[at, cell] else COLORS["Implicit"]
             axes.text(
                 cell % 9 + 0.5, cell // 9 + 0.55, str(value), ha="center", va="center",
-                color=colour, alpha=1.0 if given else max(0.12, float(share[at, cell])),
-                fontweight="bold" if given else None, fontsize=11,
+                color="black" if given else colour, fontweight="bold" if given else None,
+                alpha=1.0 if given else max(0.12, float(share[at, cell])), fontsize=11,
             )  # fmt: skip
-        axes.set(xlim=(0, 9), ylim=(9, 0), aspect="equal", title=f"{segment * length} solver steps")
+        free = puzzle == 0
+        title = f"{SHOWN[at]} solver steps: {int(right[at][free].sum())} of {int(free.sum())}"
+        axes.set(xlim=(0, 9), ylim=(9, 0), aspect="equal", title=title)
         axes.axis("off")
     figure.suptitle("Blue: right.  Orange: wrong.  The fainter, the less certain.", fontsize=10)
     return figure
@@ -130,6 +140,7 @@ def main() -> None:
     wanted.add_argument("--starts", type=int, default=8, help="to choose among by residual")
     wanted.add_argument("--test", default="test", choices=("test", "validation"), help="which pool")
     wanted.add_argument("--puzzles", type=int, default=2000, help="of each set")
+    wanted.add_argument("--picture", type=int, default=200, help="chosen from so many; 0: none")
     args = wanted.parse_args()
     if args.quick:
         args.steps, args.starts, args.puzzles = [16, 64], 2, 36
@@ -146,8 +157,9 @@ def main() -> None:
         ]
         report.table(found)
         report.csv(found)
-        puzzles, solutions = next(iter(task.test_batches(1).epoch()))[1]
-        report.figure(draw(trainer, puzzles[0], solutions[0] + 1))
+        if args.picture:
+            shown = with_more_givens(task.pools()[args.test], (0, 0), args.picture)
+            report.figure(draw(trainer, shown))
     report.close()
 
 

@@ -38,9 +38,7 @@ from gdeq.lab.training.progress import Silent
 from gdeq.lab.training.recordings import Recordings, wait_for
 from sudoku import solved_by_steps, steps_of
 
-BASE = (
-    *("ema=0", "measure_every=10", "batch_size=256", "model.width=128"),
-)
+BASE = (*("ema=0", "measure_every=10", "batch_size=256", "model.width=128"),)
 PICARD = ("solver=picard", "solver.max_iter=7")
 UNROLLED = ("gradient=unrolled", "gradient.damping=1")
 PENALTY = ("residual_weight=1", "residual_every=1")
