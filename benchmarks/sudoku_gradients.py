@@ -196,6 +196,7 @@ def main() -> None:
     wanted = parser("Gradients on Sudoku at equal time.")
     wanted.add_argument("--data", type=Path, default=None, help="folder of the data sets")
     wanted.add_argument("--seconds", type=float, default=6.0, help="of training, each")
+    wanted.add_argument("--train-steps", type=int, default=0, help="in place of --seconds")
     wanted.add_argument("--seeds", type=int, default=3)
     wanted.add_argument("--steps", type=int, nargs="+", default=[16, 64, 256])
     wanted.add_argument("--puzzles", type=int, default=1000, help="of each set")
@@ -213,7 +214,7 @@ def main() -> None:
     pool = task.pools()["validation"]
     sets = {
         "17": with_more_givens(pool, (0, 0), args.puzzles),
-        "18-34": with_more_givens(pool, (1, 17), args.puzzles),
+        "more": with_more_givens(pool, task.revealed, args.puzzles),
     }
     found: list[dict[str, Any]] = []
     for row in args.rows:
@@ -223,9 +224,10 @@ def main() -> None:
         with precision(trainer.config, trainer.process.device):
             bench.take_up(ROWS[row])
             pace = bench.pace(min(1.0, args.seconds / 8))
+            total = args.train_steps or max(10, round(args.seconds / pace))
             peak = torch.cuda.max_memory_allocated() / 2**30 if bench.gpus else float("nan")
             for seed in range(args.seed, args.seed + args.seeds):
-                told = bench.train(seed, max(10, round(args.seconds / pace)))
+                told = bench.train(seed, total)
                 told = {"row": row, "seed": seed, "ms": 1e3 * pace, "GiB": peak, **told}
                 # As it is, without compiling for other sizes.
                 with torch.compiler.set_stance("force_eager"):
@@ -235,7 +237,7 @@ def main() -> None:
                         for each in solved_by_steps(trainer, grids, args.steps, 1, seed):
                             told[f"solved {name}, {each['steps']}"] = each["solved"]
                     with torch.autocast(trainer.process.device.type, enabled=False):
-                        told |= judged(trainer, sets["18-34"])
+                        told |= judged(trainer, sets["more"])
                 found.append(told)
                 report(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}"
                                 for k, v in told.items()))  # fmt: skip
