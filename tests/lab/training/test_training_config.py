@@ -103,6 +103,7 @@ def test_all_keys_are_settings():
 OTHER_VALUES = {
     "solver.memory": 3,
     "solver.step_bits": 8,
+    "solver.damping": 0.25,
     "gradient.refine": 3,
     "gradient.tolerance": 0.1,
     "gradient.max_refine": 3,
