@@ -87,6 +87,7 @@ def test_a_preset_is_not_changed_by_its_use():
 OTHER_VALUES = {
     "solver.memory": 3,
     "solver.step_bits": 8,
+    "solver.damping": 0.25,
     "gradient.refine": 3,
     "gradient.tolerance": 0.1,
     "gradient.max_refine": 3,
