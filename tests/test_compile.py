@@ -196,3 +196,30 @@ def test_only_what_is_around_the_layer_is_compiled(device):
     for _ in range(3):
         call(torch.randn(5, 3, device=device))
     assert torch._dynamo.utils.counters["frames"]["total"] == 2
+
+
+class Mixed(nn.Module):
+    def __init__(self, d=32):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(d, d), nn.LayerNorm(d)
+
+    def forward(self, z, x):
+        return self.norm(0.5 * torch.nn.functional.gelu(self.linear(z)) + x)
+
+
+def test_products_through_what_was_compiled_for_one_backward_pass():
+    """PyTorch lets that pass overwrite what it has saved."""
+
+    def train(gradient):
+        deq(x, gradient=gradient).square().sum().backward()
+
+    cell, x = Mixed(), torch.randn(8, 32)
+    cell.compile()
+    deq = gdeq.DEQ(cell)
+    train(gdeq.Unrolled(steps=3))
+    with pytest.raises(RuntimeError, match="donated_buffer = False before the first call"):
+        train(gdeq.GDEQ(refine=1))
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(donated_buffer=False):
+        train(gdeq.Unrolled(steps=3))
+        train(gdeq.GDEQ(refine=1))

@@ -177,6 +177,19 @@ class _Output(torch.autograd.Function):
         return None, None, None, *w, *(None for _ in tensors[count:])
 
 
+# Why PyTorch refused a product with Jᵀ, by what its error says.
+NO_PRODUCTS = {
+    "use_reentrant=True": (
+        "f uses reentrant checkpointing, through which PyTorch computes no VJPs: call "
+        "checkpoint(..., use_reentrant=False)"
+    ),
+    "donated buffers": (
+        "torch.compile has compiled f for one backward pass per call, and this gradient needs "
+        "VJPs besides: set torch._functorch.config.donated_buffer = False before the first call"
+    ),
+}
+
+
 class Product:
     """u ↦ Jᵀu (`gdeq.engine.TensorVJP`); with a graph where autograd is on."""
 
@@ -198,12 +211,10 @@ class Product:
                 allow_unused=True,
             )
         except RuntimeError as problem:
-            if "use_reentrant=True" not in str(problem):
-                raise
-            raise RuntimeError(
-                "f uses reentrant checkpointing, through which PyTorch computes no VJPs: call "
-                "checkpoint(..., use_reentrant=False)"
-            ) from problem
+            for sign, remedy in NO_PRODUCTS.items():
+                if sign in str(problem):
+                    raise RuntimeError(remedy) from problem
+            raise
         pairs = zip(found, self.z_in, strict=True)  # f may ignore z
         return [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]
 
