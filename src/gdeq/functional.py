@@ -116,6 +116,12 @@ def attached(
     return z
 
 
+CANNOT_FOLLOW = (
+    "gdeq: f computes in a way that torch.func cannot follow, such as by torch.vmap, a solve of its "
+    "own or a torch.jit function; write that part in plain PyTorch, or use .backward()"
+)
+
+
 class Tape(TorchFunctionMode):
     """The calls of PyTorch that f makes at z, to be made again for other tensors.
 
@@ -132,14 +138,13 @@ class Tape(TorchFunctionMode):
 
         def record(z: Tensor) -> Tensor:
             self._place(z)
+            self.level = functorch.maybe_current_level()
             with self:
                 out = f(z)
-            level = functorch.maybe_current_level()
-            if any(functorch.maybe_get_level(g) == level and g.requires_grad for g in self.given):
-                raise RuntimeError(
-                    "gdeq: f computes with z in a way that torch.func cannot follow, such as a "
-                    "torch.jit function; write that part in plain PyTorch, or use .backward()"
-                )
+            if any(
+                functorch.maybe_get_level(g) == self.level and g.requires_grad for g in self.given
+            ):
+                raise RuntimeError(CANNOT_FOLLOW)
             self.out, self.count = self._place(out), len(self.kept)
             return out
 
@@ -149,6 +154,8 @@ class Tape(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if functorch.maybe_current_level() != self.level:  # f opened a transform of its own
+            raise RuntimeError(CANNOT_FOLLOW)
         before = len(self.kept)
         put = pytree.tree_map_only(Tensor, self._place, (args, kwargs or {}))
         new = list(range(before, len(self.kept)))
