@@ -117,8 +117,8 @@ def attached(
 
 
 CANNOT_FOLLOW = (
-    "gdeq: f computes in a way that torch.func cannot follow, such as by torch.vmap, a solve of its "
-    "own or a torch.jit function; write that part in plain PyTorch, or use .backward()"
+    "gdeq: f computes in a way that torch.func cannot follow, such as by torch.vmap, a solve of "
+    "its own or a torch.jit function; write that part in plain PyTorch, or use .backward()"
 )
 
 
