@@ -12,7 +12,8 @@ import gdeq
 from cells import dense_residual, differentiate
 from gdeq import GDEQ, GMRES, JFB, Anderson, Broyden, Implicit, Measured, Picard
 from gdeq.operators import LowRankInverse
-from gdeq.refinement import Refinement, first_step, refine
+from gdeq.refinement import Refinement, first_step, least_combination, refine
+from gdeq.solvers.base import Point
 from problems import (
     Multiscale,
     Wide,
@@ -274,6 +275,26 @@ def test_refinement_to_a_tolerance_keeps_the_first_w_that_meets_it(forward_steps
     assert torch.equal(record.error > 0, ~met.any(0))
     assert record.vjps == max_refine + 1
     assert f"{int((~record.converged).sum())} samples above the tolerance" in str(record)
+
+
+def test_without_secants_too_a_tolerance_that_is_not_met_ends_at_the_best_combination():
+    """Where the last residual rose, as in half precision, where no secants are kept."""
+    problem = uneven(batch=24, radius=3.0, seed=2)
+    v, path = problem.cotangent(), []
+    solution = gdeq.solve(problem, problem.z0, Broyden(6, 0.0))
+    systems = transposed_system(problem.dense_jacobian(solution.z))
+
+    def vjp(u):
+        path.append(u)
+        return u - times(systems, u)
+
+    found = GDEQ(tolerance=1e-3, max_refine=3).cotangent(v, vjp, solution)
+    seen = [Point(u, v - times(systems, u)) for u in path]
+    sizes = torch.stack([point.g.norm(dim=1) for point in seen])
+    rose = (sizes[-1] > sizes.amin(0)) & found.residual.isinf()
+    assert rose.any()
+    best = least_combination(seen, v)
+    assert_near(found.w[rose], (best.z + best.g)[rose], 1e-9)
 
 
 def first_estimate(problem, solver):

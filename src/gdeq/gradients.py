@@ -205,7 +205,7 @@ class GDEQ(Gradient):
         known (infinite).
     tolerance: measure ‖(I − Jᵀ)w − v‖/‖v‖ with one VJP and refine the samples above this with at
         most ``max_refine`` more (10 by default).  A sample keeps the first w within the tolerance;
-        one that never comes there has the w of ``refine=max_refine + 1``.  Under `gdeq.capture` all
+        one that never comes there ends as by ``refine=max_refine + 1``.  Under `gdeq.capture` all
         these VJPs are spent; the result is the same.
 
     Examples:

@@ -40,9 +40,9 @@ class Refinement:
     amplification: float = 3.0
     # Its factor may be this many times as large as 1, or as the factor of smallest residual.
     overshoot: float = 1.5
-    # Without secants: where the last residual is ``setback`` times the smallest, and w would be
-    # ``growth`` times as long as the w that had it, that w is the result.  Either alone says too
-    # little: a good w can have a larger residual than JFB's, and be far longer.
+    # Without secants or a tolerance: where the last residual is ``setback`` times the smallest, and
+    # w would be ``growth`` times as long as the w that had it, that w is the result.  Either alone
+    # says too little: a good w can have a larger residual than JFB's, and be far longer.
     setback: float = 2.0
     growth: float = 5.0
     secants: Secants | None = None  # what the first w was made of
@@ -144,7 +144,8 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
     ws = [each for each, _ in seen]
     sizes = torch.stack([norm(residual) for _, residual in seen])  # (times, batch)
     moved = norm(step)
-    if how.secants is None:
+    slowest = None if how.secants is None else how.secants.slowest()
+    if slowest is None and how.tolerance is None:
         other = _rows(ws, sizes.argmin(dim=0))
         short = norm(w) <= how.growth * norm(other)
         good = good & (short | (sizes[-1] <= how.setback * sizes.amin(dim=0)))
@@ -156,7 +157,8 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
         start = Point(w, r) if unused else least_combination(seen, v)
         other = start.z + start.g
         # A plain step moves slow modes too little to show how far off they are.
-        moved = torch.where(good, moved, norm(start.g) * how.secants.slowest().clamp(min=1.0))
+        slow = 1.0 if slowest is None else slowest.clamp(min=1.0)
+        moved = torch.where(good, moved, norm(start.g) * slow)
     w = select(good, w, other)
     residual = None
     if how.tolerance is not None:
@@ -170,8 +172,8 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
     error = torch.where(known, moved / length, torch.where(norm(r) == 0, 0.0, torch.inf))
     error = torch.where(met, 0.0, error)  # it is the residual that tells
     sensitivity = None
-    if how.secants is not None:
-        sensitivity = relative(how.secants.slowest() * size, length).clamp(min=1.0)
+    if slowest is not None:
+        sensitivity = relative(slowest * size, length).clamp(min=1.0)
     return Cotangent(w, len(seen), residual, error=error, length=length, sensitivity=sensitivity)
 
 
