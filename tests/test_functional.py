@@ -199,3 +199,21 @@ def test_what_cannot_be_followed_is_told():
 
     with pytest.raises(RuntimeError, match=r"torch\.func cannot follow"):
         torch.func.jacrev(solved)(torch.randn(2, 3))
+
+
+def test_an_f_that_opens_autocast_is_differentiated_under_it():
+    """What it rounds is rounded in its derivatives too, as by .backward()."""
+    make = torch.Generator().manual_seed(0)
+    weight, x = 0.1 * torch.randn(16, 16, generator=make), torch.randn(4, 16, generator=make)
+
+    def at(weight):
+        def f(z):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return torch.tanh(z @ weight.T + x).float()
+
+        solver = gdeq.Broyden(max_iter=30, tol=1e-3)
+        return gdeq.fixed_point(f, torch.zeros_like(x), solver, gdeq.JFB()).z.square().sum()
+
+    leaf = weight.clone().requires_grad_()
+    at(leaf).backward()
+    torch.testing.assert_close(grad(at)(weight), leaf.grad, rtol=1e-5, atol=1e-6)

@@ -14,7 +14,6 @@ what f closes over must be an input too: f is put on a tape.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,7 +31,15 @@ from gdeq.gradients import Gradient, Implicit, Unrolled
 from gdeq.loop import iterate
 from gdeq.solution import BackwardRecord, Solution
 from gdeq.solvers.base import Solver, System
-from gdeq.state import State, StateMap, StateSpace, Vectorized, detached, full_precision
+from gdeq.state import (
+    State,
+    StateMap,
+    StateSpace,
+    Vectorized,
+    autocast_enabled,
+    detached,
+    full_precision,
+)
 from gdeq.tracing import beneath, blind, constant, row_by_row, transforms, without_values
 
 
@@ -118,7 +125,7 @@ class Tape(TorchFunctionMode):
         self.places: dict[int, int] = {}  # of a tensor, by its id
         self.kept: list[Any] = []  # so that no other has its id
         self.given: list[Tensor] = []
-        self.kind, self.dtype = f.kind, f.autocast_dtype
+        self.device = f.space.device
 
         def record(z: Tensor) -> Tensor:
             self._place(z)
@@ -143,10 +150,11 @@ class Tape(TorchFunctionMode):
         put = pytree.tree_map_only(Tensor, self._place, (args, kwargs or {}))
         new = list(range(before, len(self.kept)))
         self.given += [self.kept[i] for i in new]
-        autocast = self.dtype is not None and torch.is_autocast_enabled(self.kind)
+        kind = self.device.type
+        half = torch.get_autocast_dtype(kind) if autocast_enabled(kind) else None
         out = func(*args, **(kwargs or {}))
         outs = [self._place(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        self.calls.append((func, put, new, outs, autocast))
+        self.calls.append((func, put, new, outs, half))
         return out
 
     def _place(self, leaf: Tensor) -> _Place:
@@ -160,10 +168,10 @@ class Tape(TorchFunctionMode):
             return self._replay({0: z}, iter(given))
 
     def _replay(self, tensors: dict[int, Tensor], rest: Iterator[Tensor]) -> Tensor:
-        for func, put, new, outs, autocast in self.calls:
+        for func, put, new, outs, half in self.calls:
             tensors.update(zip(new, rest, strict=False))
             args, kwargs = pytree.tree_map_only(_Place, tensors.__getitem__, put)
-            with torch.autocast(self.kind, self.dtype) if autocast else contextlib.nullcontext():
+            with torch.autocast(self.device.type, half) if half else full_precision(self.device):
                 out = func(*args, **kwargs)
             leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
             tensors.update(zip(outs, leaves, strict=True))

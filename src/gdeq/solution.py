@@ -73,7 +73,6 @@ class Cotangent:
     vjps: int  # products with Jᵀ spent
     residual: Tensor | None = None  # (batch,) ‖v − (I − Jᵀ)w‖ / ‖v‖ where measured
     tolerance: float | None = None  # what the residual was to be brought under
-    fell_back: Tensor | None = None  # (batch,)
     error: Tensor | None = None  # (batch,) an estimate of ‖w − w*‖/‖w*‖
     floor: Tensor | None = None  # (batch,) what rounding alone may make of the residual
     length: Tensor | None = None  # (batch,) ‖w‖ where it is at hand
@@ -106,7 +105,6 @@ class BackwardRecord:
     vjps: int = 0  # products with Jᵀ spent on w; the pass through f to the parameters not counted
     residual: Tensor | None = None  # (batch,) ‖(I − Jᵀ)w − v‖/‖v‖ where measured
     converged: Tensor | None = None  # (batch,), where there was a tolerance
-    fell_back: Tensor | None = None  # (batch,): used JFB's gradient because their own was worse
     tolerance: float | None = None
     # (batch,) how far the last step of a refinement moved w, ‖Δw‖/‖w‖; infinite where not known
     error: Tensor | None = None
@@ -121,7 +119,7 @@ class BackwardRecord:
         inner = getattr(gradient, "gradient", None)  # of Measured
         own = type(gradient).__name__
         self.gradient = own if inner is None else f"{own} {type(inner).__name__}"
-        for name in ("vjps", "fell_back", "tolerance", "error", "floor", "length", "sensitivity"):
+        for name in ("vjps", "tolerance", "error", "floor", "length", "sensitivity"):
             setattr(self, name, getattr(found, name))
         self.residual, self.converged = None, None
         if found.residual is not None:
@@ -174,8 +172,6 @@ class BackwardRecord:
             text += f", {what} {self.batch_error:.1e} (largest {each.max():.1e})"
         if self.converged is not None:
             text += f", {count(int((~self.converged).sum()), 'sample')} above the tolerance"
-        if self.fell_back is not None:
-            text += f", {int(self.fell_back.sum())} fell back to JFB"
         return text
 
 

@@ -204,7 +204,7 @@ class StateMap:
     def __init__(self, space: StateSpace, f: Callable[[State], State]) -> None:
         self.space, self.f = space, f
         self.kind = space.device.type
-        self.autocast = _autocast_enabled(self.kind)
+        self.autocast = autocast_enabled(self.kind)
         self.autocast_dtype = torch.get_autocast_dtype(self.kind) if self.autocast else None
         self.precision = max(torch.finfo(dtype).eps for dtype in space.dtypes)
         if self.autocast_dtype and torch.float64 not in space.dtypes:  # which autocast leaves alone
@@ -266,7 +266,7 @@ def detached(z: State) -> State:
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Outside autocast: the solvers' own algebra must not be rounded to half precision."""
-    if _autocast_enabled(device.type):
+    if autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
@@ -302,6 +302,6 @@ def _sketch(value: State) -> str:
     return repr(pytree.tree_map(lambda _: "tensor", value)).replace("'tensor'", "tensor")
 
 
-def _autocast_enabled(device_type: str) -> bool:
+def autocast_enabled(device_type: str) -> bool:
     available = torch.amp.autocast_mode.is_autocast_available(device_type)
     return available and torch.is_autocast_enabled(device_type)

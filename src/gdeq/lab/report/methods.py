@@ -59,8 +59,8 @@ def vjps(gradient: Record) -> str:
         return str(int(number(gradient.get("steps")) or 5) - 1)
     if name == "implicit":  # one to see where it starts, one for each step
         return f"≤ {int(number(gradient.get('max_iter')) or 20) + 1}"
-    if name == "gdeq" and gradient.get("tolerance") is not None:  # and one more to fall back
-        return f"≤ {int(number(gradient.get('max_refine')) or 10) + 2}"
+    if name == "gdeq" and gradient.get("tolerance") is not None:  # one to measure the first w
+        return f"≤ {int(number(gradient.get('max_refine')) or 10) + 1}"
     return str(int(number(gradient.get("refine")) or 0)) if name in ("gdeq", "jfb") else "–"
 
 
