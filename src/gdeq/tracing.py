@@ -147,12 +147,9 @@ def values_are_there(leaves: Sequence[Tensor]) -> bool:
     return plain and not is_traced() and host_may_look(leaves[0].device)
 
 
-def beneath(leaf: Tensor) -> Tensor:
-    """The same as a constant to the innermost transform that takes derivatives."""
-    return _beneath(leaf, functorch.get_interpreter_stack() or [])
-
-
-def _beneath(leaf: Tensor, stack: list[Any]) -> Tensor:
+def beneath(leaf: Tensor, stack: list[Any] | None = None) -> Tensor:
+    """The same as a constant to the innermost transform of the stack that takes derivatives."""
+    stack = functorch.get_interpreter_stack() or [] if stack is None else stack
     leaf = functorch.unwrap_if_dead(leaf)
     if not stack:
         return leaf
@@ -160,9 +157,9 @@ def _beneath(leaf: Tensor, stack: list[Any]) -> Tensor:
     if stack[-1].key().name != "Vmap":
         return functorch._unwrap_for_grad(leaf, level)
     if functorch.maybe_get_level(leaf) != level:
-        return _beneath(leaf, around)
+        return beneath(leaf, around)
     inner, at = functorch.get_unwrapped(leaf), functorch.maybe_get_bdim(leaf)
-    return functorch._add_batch_dim(_beneath(inner, around), at, level)
+    return functorch._add_batch_dim(beneath(inner, around), at, level)
 
 
 @contextlib.contextmanager
