@@ -463,6 +463,7 @@ def test_info_tells_of_triton_and_torchdeq(gdeq, monkeypatch):
         (["data", "digits"], 0, "digits comes with scikit-learn"),
         (["data", "cifar11"], 1, "did you mean 'cifar10'?"),
         (["report", "nothing-here"], 1, "error: "),
+        (["evaluate", ".", "--steps", "9" * 20], 2, "--steps"),
         *((["--help"], 0, name) for name in COMMANDS),
     ],
 )
