@@ -132,7 +132,7 @@ class DEQ(nn.Module):
 
         z0: where the solve starts.  solver, gradient: for this call alone.
         """
-        if torch.jit.is_tracing():
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise RuntimeError(
                 "gdeq: torch.jit.trace would keep the steps of this one input; use "
                 "torch.export.export, or torch.onnx.export with dynamo=True"
