@@ -11,7 +11,7 @@ import gdeq
 import gdeq.layer
 from cells import F64, Cell, assert_same, data, every_gradient
 from gdeq import Broyden, ConvergenceWarning, CoupledSamplesWarning, UnsteadyCellWarning
-from gdeq.tracing import values_are_there
+from gdeq.tracing import blind, values_are_there
 
 D = 16
 FEW = Broyden(max_iter=3, tol=1e-3)
@@ -206,6 +206,16 @@ def test_nothing_is_looked_at_that_has_no_values():
     torch.func.grad(lambda x: (seen.append(values_are_there([x])), x.sum())[1])(x)
     torch.compile(lambda x: (seen.append(values_are_there([x])), x + 1)[1], backend="eager")(x)
     assert seen == [False, False]
+
+
+def test_nothing_is_checked_in_a_step_that_is_captured():
+    deq, x, calls = gdeq.DEQ(Cell(D), FEW), torch.randn(6, D, dtype=F64), []
+    deq.cell.register_forward_hook(lambda *_: calls.append(1))
+    with blind():  # on a CPU, what a capture is on a GPU
+        deq(x)
+    assert len(calls) == deq.solution.evals + 1
+    deq(x)
+    assert len(calls) == 2 * (deq.solution.evals + 1) + 2  # now it has values
 
 
 # --- samples that fail ----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ Each command imports what it needs: `gdeq --help` waits for none of it.
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -107,6 +108,8 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
             said = str(problem)
             if isinstance(problem, OSError) and problem.strerror:
                 said = f"{problem.filename or 'a file'}: {problem.strerror}"
+                if problem.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    said += "; give yourself the right to it, or work on a copy of the folder"
             typer.secho(f"error: {files.shown(said)}", fg="red", err=True)
             raise typer.Exit(1) from problem
         except KeyboardInterrupt as stop:
@@ -200,7 +203,9 @@ def evaluate(
     steps: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help="Maximum number of solver steps (default: the run's own).  Repeatable."
+            min=1,
+            max=10**9,
+            help="Maximum number of solver steps (default: the run's own).  Repeatable.",
         ),
     ] = None,
     data: Root = None,

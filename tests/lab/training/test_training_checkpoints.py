@@ -420,7 +420,15 @@ def summary_of(run):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"epochs": 9, "metric": 3}', '{"epochs": 9, "metric": {"name": "x"}}']
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        '{"epochs": 9, "metric": 3}',
+        '{"epochs": 9, "metric": {"name": "x"}}',
+        "[" * 9999,
+    ],
 )
 def test_a_summary_that_is_none_is_made_again(stopped, reference, few_images, gdeq, text):
     shutil.copy(reference / "weights.safetensors", stopped)

@@ -399,6 +399,7 @@ def test_compare(gdeq, tmp_path):
         (["data", "digits"], 0, "digits comes with scikit-learn"),
         (["data", "cifar11"], 1, "did you mean 'cifar10'?"),
         (["report", "nothing-here"], 1, "error: "),
+        (["evaluate", ".", "--steps", "9" * 20], 2, "--steps"),
         *((["--help"], 0, name) for name in COMMANDS),
     ],
 )

@@ -4,6 +4,8 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -294,13 +296,41 @@ def test_a_file_where_the_run_folder_should_be(gdeq, tmp_path, few_images):
     assert dry == said
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_place_where_nothing_may_be_written(gdeq, tmp_path, few_images):
-    tmp_path.chmod(0o500)
-    said = refused(gdeq, "train", *TINY, "--out", tmp_path / "runs" / "one", "--dry-run")
-    tmp_path.chmod(0o700)
-    assert f"cannot make the run folder {tmp_path / 'runs' / 'one'}: " in said
-    assert f"{tmp_path}: Permission denied" in said
+@contextlib.contextmanager
+def as_somebody():
+    """Root may write anywhere: as another user for a while."""
+    root = os.geteuid() == 0
+    if root:
+        os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        if root:
+            os.setresuid(0, 0, 0)
+
+
+def test_a_place_where_nothing_may_be_written(gdeq, few_images):
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o555)
+        with as_somebody():
+            said = refused(gdeq, "train", *TINY, "--out", f"{place}/runs/one", "--dry-run")
+        Path(place).chmod(0o755)
+    assert f"cannot make the run folder {place}/runs/one: {place}: Permission denied" in said
+
+
+def test_a_run_that_may_only_be_read(gdeq, few_images):
+    with tempfile.TemporaryDirectory() as place:
+        run = Path(place) / "run"
+        assert gdeq("train", *TINY, "epochs=1", "--out", run)[0] == 0
+        for each in (Path(place), run, *run.rglob("*")):
+            each.chmod(0o555)
+        with as_somebody():
+            said = refused(gdeq, "train", "--resume", run, "epochs=2")
+            looked = refused(gdeq, "similarity", run)
+        for each in (Path(place), run, *run.rglob("*")):
+            each.chmod(0o755)
+    assert "Permission denied; give yourself the right to it, or work on a copy" in said
+    assert f"{run} may not be written to" in looked  # before any work
 
 
 def test_what_was_killed_before_it_began_may_begin_again(gdeq, tmp_path, few_images):

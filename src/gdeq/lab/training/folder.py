@@ -186,7 +186,7 @@ class RunFolder:
             summary = json.loads((self.path / "summary.json").read_text())
             # Of a run that was lengthened the summary is the old one until the new end.
             whole = summary["epochs"] >= epochs and bool(self.tested(summary))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
         return summary if whole else None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import signal
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -270,6 +271,8 @@ def measure_similarity(
     """
     check_exact_tol(exact_tol)
     run = RunFolder.open(path)
+    if not os.access(path, os.W_OK):  # told before minutes of work
+        raise RunError(f"{path} may not be written to, and its similarity is kept there: copy it")
     found = snapshots(path)
     if not found:
         raise RunError(
