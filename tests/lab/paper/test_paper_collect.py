@@ -96,6 +96,7 @@ def test_table_2(collected):
     assert own[7:] == ["92.01 / 93.08", "2.16×"]  # no pre-trained Implicit yet: no such column
     assert row_of(text, "JFB")[1] == "epoch 3 of 12"
     assert row_of(text, "NPG")[1:3] == [collecting.NOT_YET] * 2
+    assert "Sprint" not in text  # it has a page of its own
     many = sum(run.group == "table2" for run in plan.make_plan())
     assert f"table2     5 of {many} runs finished" in collecting.progress(collected)
 

@@ -48,13 +48,13 @@ def test_an_adaptive_run_has_a_row_and_a_name_of_its_own(tmp_path):
         make_run(tmp_path / "plain", adapt={**off, "forward": 0.2}),  # which it does not read
         make_run(tmp_path / "plain2", adapt=off, seed=1),
         make_run(tmp_path / "adaptive", adapt=on),
-        make_run(tmp_path / "refined", gradient__refine=1, adapt=on, seed=1),
+        make_run(tmp_path / "r", gradient__refine=1, solver__max_iter=5, adapt=on, seed=1),
         make_run(tmp_path / "other", adapt={**on, "forward": 0.3}),
     ]
     found = rows_of(*paths)
     assert found["GDEQ"].without.seeds == 2
     assert set(found) == {"GDEQ", "GDEQ adaptive", "GDEQ adaptive · adapt.forward=0.3"}
-    assert found["GDEQ adaptive"].without.seeds == 2  # gradient.refine is not read
+    assert found["GDEQ adaptive"].without.seeds == 2  # refine and max_iter are not read
 
 
 def test_unfinished_runs_are_marked_and_count_only_alone(tmp_path):
