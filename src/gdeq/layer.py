@@ -126,9 +126,10 @@ class DEQ(nn.Module):
         gradient: Gradient | None = None,
         **options: Any,
     ) -> State:
-        """The fixed point z = cell(z, *inputs, **options), with gradients.
+        """Return the fixed point z = cell(z, *inputs, **options), with gradients.
 
-        z0: where the solve starts.  solver, gradient: for this call alone.
+        z0: where the solve starts.
+        solver, gradient: for this call only.
         """
         self.solution = None  # frees the last call's inverse before this one grows
         from_zeros = z0 is None and not hasattr(self.cell, "initial_state")
@@ -153,7 +154,7 @@ class DEQ(nn.Module):
     def trajectory(
         self, *inputs: Any, at: Sequence[int], z0: State = None, **options: Any
     ) -> list[State]:
-        """The states after these solver steps and, last, the fixed point (`gdeq.trajectory`)."""
+        """Return the states after these steps and, last, the fixed point (see `gdeq.trajectory`)."""
         self.solution = None
         z0 = self._initial_state(*inputs, **options) if z0 is None else z0
         f, z0, solver, gradient = self._prepared(
@@ -166,10 +167,10 @@ class DEQ(nn.Module):
         return states if self.batched else [_only_one(z) for z in states]
 
     def equilibrium(self, f: Callable[[State], State], z0: State) -> State:
-        """The fixed point of ``f`` from ``z0`` by this layer's solver and gradient.
+        """Return the fixed point of ``f`` from ``z0``, by this layer's solver and gradient.
 
-        For an f that stands in for the cell: dropout masks and normalised weights in the cell do
-        not change meanwhile, and `solution` is the record.
+        For an f that stands in for the cell: dropout masks and normalised weights in the cell stay
+        fixed during the solve, and `solution` is its record.
         """
         self.solution = None  # frees the last call's inverse before this one grows
         return self._solve(f, z0)
