@@ -154,7 +154,7 @@ class DEQ(nn.Module):
     def trajectory(
         self, *inputs: Any, at: Sequence[int], z0: State = None, **options: Any
     ) -> list[State]:
-        """Return the states after these steps and, last, the fixed point (see `gdeq.trajectory`)."""
+        """Return the states after these steps and the fixed point; see `gdeq.trajectory`."""
         self.solution = None
         z0 = self._initial_state(*inputs, **options) if z0 is None else z0
         f, z0, solver, gradient = self._prepared(
