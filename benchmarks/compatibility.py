@@ -38,14 +38,16 @@ ROWS = (
         "functional: vectorize"),
     Row("`torch.export`", "every solver and any batch size; the program needs no gdeq and is for "
         "inference", "export: exported_model and not onnx"),
-    Row("ONNX", "the same, by `torch.onnx.export`; `Anderson` with the batch size of "
-        "the example alone", "export: onnx"),
+    Row("ONNX", "the same, by `torch.onnx.export`", "export: onnx"),
+    Row("`torch.jit.trace`", "raises: a trace would keep the steps of its example",
+        "export: trace"),
     Row("`torch.compile(model)`", "what is around the layer is compiled, the solve is not; compile "
         "the cell with `deq.cell.compile()`", "compile: "),
     Row("`torch.compile(model, fullgraph=True)`", "after `gdeq.fixed_steps(model)`: inference, and "
         "training with `GDEQ()`, `JFB` or `Unrolled`; others raise", "export: graph"),
-    Row("checkpointing in a cell", "`use_reentrant=False` only; with `True`, gradients with VJPs "
-        "raise, and others may get no gradient: PyTorch warns", "adjoint: reentrant"),
+    Row("checkpointing in a cell", "`use_reentrant=False`; with `True`, gradients without VJPs "
+        "(`JFB()`, `GDEQ()`, `Unrolled` after a solve) in a `DEQ`, others raise",
+        "adjoint: reentrant"),
     Row("meta device, `FakeTensorMode`", "shapes of states and gradients", "export: shapes"),
     Row("dataclass and NamedTuple states", "NamedTuples as they are; dataclasses after "
         "`torch.export.register_dataclass`", "state: dataclass or round_trip"),

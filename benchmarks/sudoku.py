@@ -4,13 +4,13 @@
 
 Steps are spent in segments of the length that the run was trained with, where steps through
 autograd (gradient=unrolled) count too.  Of several starts, zeros and then random ones, the answer
-with the smallest forward residual counts.  The picture shows one puzzle of the test along the
-segments.
+with the smallest forward residual counts.  The picture shows one puzzle of the test filling in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,24 @@ import torch
 from torch import Tensor
 
 from common import COLORS, Report, parser, pyplot
+from gdeq import JFB
 from gdeq.lab.data.sudoku import Grids, with_more_givens
 from gdeq.lab.tasks.sudoku import Puzzles
 from gdeq.lab.training import runs
 from gdeq.lab.training.loop import Trainer
 from gdeq.lab.training.precision import precision
 
-BATCH = 500
-SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)  # segments in the picture
+BATCH = 2000
+SHOWN = (2, 4, 8, 12, 16, 24, 32, 48)  # solver steps in the picture
 
 
-def sets(task: Puzzles, many: int) -> Iterator[tuple[str, Grids]]:
+def sets(task: Puzzles, pool: str, many: int) -> Iterator[tuple[str, Grids]]:
     """The tests: by givens, and the hardest (every so many of them, in the order of the table)."""
     pools = task.pools()
     for low, high in ((0, 0), (1, 17)):
         name = "17 givens" if high == 0 else "18 to 34 givens"
-        yield name, with_more_givens(pools["test"], (low, high), many)
-    hardest = pools.get("hardest")
+        yield name, with_more_givens(pools[pool], (low, high), many)
+    hardest = pools.get("hardest") if pool == "test" else None
     if hardest is not None:
         every = max(1, len(hardest.puzzles) // many)
         yield "hardest", Grids(*(grid[::every][:many] for grid in hardest))
@@ -59,16 +60,19 @@ def solve(trainer: Trainer, puzzles: Tensor, starts: int, seed: int) -> tuple[Te
     return torch.stack(digits), torch.stack(residuals)
 
 
-def rows(trainer: Trainer, name: str, grids: Grids, args: Any) -> Iterator[dict[str, Any]]:
+def solved_by_steps(
+    trainer: Trainer, grids: Grids, steps: list[int], starts: int, seed: int
+) -> Iterator[dict[str, float]]:
+    """Shares in per cent, for each number of solver steps."""
     model: Any = trainer.model
-    device, length = trainer.process.device, steps_of(trainer)
+    device, length, before = trainer.process.device, steps_of(trainer), model.test_segments
     puzzles, solutions = (torch.from_numpy(g).to(device).long() for g in grids)
-    for steps in args.steps:
-        model.segments = max(1, round(steps / length))
+    for many in steps:
+        model.test_segments = max(1, round(many / length))
         first, best, cells, residual = [], [], [], []
         for at in range(0, len(puzzles), BATCH):
             truth = solutions[at : at + BATCH]
-            digits, left = solve(trainer, puzzles[at : at + BATCH], args.starts, args.seed + at)
+            digits, left = solve(trainer, puzzles[at : at + BATCH], starts, seed + at)
             right = digits == truth  # (starts, b, 81)
             chosen = left.nan_to_num(torch.inf).argmin(0)
             first.append(right[0].all(1))
@@ -76,44 +80,53 @@ def rows(trainer: Trainer, name: str, grids: Grids, args: Any) -> Iterator[dict[
             cells.append(right[0].float().mean(1))
             residual.append(left[0])
         yield {
-            "set": name,
-            "puzzles": len(puzzles),
-            "steps": model.segments * length,
-            "solved %": percent(first),
-            f"best of {args.starts} %": percent(best),
-            "cells %": percent(cells),
+            "steps": many,
+            "evaluations": model.test_segments * length,
+            "solved": percent(first),
+            "best": percent(best),
+            "cells": percent(cells),
             "residual": torch.cat(residual).median().item(),
         }
+    model.test_segments = before
 
 
-def percent(parts: list[Tensor]) -> str:
-    return f"{100 * torch.cat(parts).float().mean().item():.2f}"
+def percent(parts: list[Tensor]) -> float:
+    return 100 * torch.cat(parts).float().mean().item()
 
 
 @torch.no_grad()
-def draw(trainer: Trainer, puzzle: Tensor, solution: Tensor) -> Any:
-    """puzzle, solution: (81,).  Of a board, what the model thinks after so many solver steps."""
+def draw(trainer: Trainer, grids: Grids) -> Any:
+    """Of the puzzles that are solved at last, the one that takes most steps, filling in."""
     model: Any = trainer.model
-    model.segments = SHOWN[-1]
-    share, digit = model(puzzle[None])[0].float().softmax(2).max(2)  # (segments, 81)
-    length, plt = steps_of(trainer), pyplot()
+    puzzles, solutions = (torch.from_numpy(g).to(trainer.process.device).long() for g in grids)
+    model.deq.solver = replace(model.deq.solver, max_iter=SHOWN[-1])
+    model.deq.gradient = JFB()  # without steps through autograd
+    states = torch.stack(model.deq.trajectory(model.embed(puzzles), at=SHOWN)[:-1])
+    shares, digits = model.answer(states).float().softmax(3).max(3)  # (shown, b, 81)
+    right = digits + 1 == solutions
+    late = (~right.all(2)).sum(0).where(right[-1].all(1), -1).argmax()
+    puzzle, share, digit, right = (t.cpu() for t in (
+        puzzles[late], shares[:, late], digits[:, late] + 1, right[:, late]
+    ))  # fmt: skip
+    plt = pyplot()
     figure, boards = plt.subplots(2, len(SHOWN) // 2, figsize=(12, 6.4))
-    for axes, segment in zip(boards.flat, SHOWN, strict=True):
+    for at, axes in enumerate(boards.flat):
         for line in range(10):
             width = 1.6 if line % 3 == 0 else 0.4
             axes.plot([0, 9], [line, line], color="black", linewidth=width)
             axes.plot([line, line], [0, 9], color="black", linewidth=width)
         for cell in range(81):
-            given, at = puzzle[cell] > 0, segment - 1
-            value = int(puzzle[cell]) if given else int(digit[at, cell]) + 1
-            right = value == int(solution[cell])
-            colour = "black" if given else COLORS["GDEQ"] if right else COLORS["Implicit"]
+            given = bool(puzzle[cell] > 0)
+            value = int(puzzle[cell] if given else digit[at, cell])
+            colour = COLORS["GDEQ"] if right[at, cell] else COLORS["Implicit"]
             axes.text(
                 cell % 9 + 0.5, cell // 9 + 0.55, str(value), ha="center", va="center",
-                color=colour, alpha=1.0 if given else max(0.12, float(share[at, cell])),
-                fontweight="bold" if given else None, fontsize=11,
+                color="black" if given else colour, fontweight="bold" if given else None,
+                alpha=1.0 if given else max(0.12, float(share[at, cell])), fontsize=11,
             )  # fmt: skip
-        axes.set(xlim=(0, 9), ylim=(9, 0), aspect="equal", title=f"{segment * length} solver steps")
+        free = puzzle == 0
+        title = f"{SHOWN[at]} solver steps: {int(right[at][free].sum())} of {int(free.sum())}"
+        axes.set(xlim=(0, 9), ylim=(9, 0), aspect="equal", title=title)
         axes.axis("off")
     figure.suptitle("Blue: right.  Orange: wrong.  The fainter, the less certain.", fontsize=10)
     return figure
@@ -125,7 +138,9 @@ def main() -> None:
     wanted.add_argument("--data", type=Path, default=None, help="folder of the data sets")
     wanted.add_argument("--steps", type=int, nargs="+", default=[16, 64, 256])
     wanted.add_argument("--starts", type=int, default=8, help="to choose among by residual")
+    wanted.add_argument("--test", default="test", choices=("test", "validation"), help="which pool")
     wanted.add_argument("--puzzles", type=int, default=2000, help="of each set")
+    wanted.add_argument("--picture", type=int, default=200, help="chosen from so many; 0: none")
     args = wanted.parse_args()
     if args.quick:
         args.steps, args.starts, args.puzzles = [16, 64], 2, 36
@@ -136,14 +151,15 @@ def main() -> None:
     trainer.set_phase(trainer.total)
     with precision(trainer.config, trainer.process.device):
         found = [
-            row
-            for name, grids in sets(task, args.puzzles)
-            for row in rows(trainer, name, grids, args)
+            {"set": name, "puzzles": len(grids.puzzles), "starts": args.starts, **row}
+            for name, grids in sets(task, args.test, args.puzzles)
+            for row in solved_by_steps(trainer, grids, args.steps, args.starts, args.seed)
         ]
         report.table(found)
         report.csv(found)
-        puzzles, solutions = next(iter(task.test_batches(1).epoch()))[1]
-        report.figure(draw(trainer, puzzles[0], solutions[0] + 1))
+        if args.picture:
+            shown = with_more_givens(task.pools()[args.test], (0, 0), args.picture)
+            report.figure(draw(trainer, shown))
     report.close()
 
 

@@ -350,7 +350,12 @@ def secant_inverse(
 
 
 def refined_cotangent(
-    A: Tensor, P: Tensor, v: Tensor, refine: int, tested: Tensor | None = None
+    A: Tensor,
+    P: Tensor,
+    v: Tensor,
+    refine: int,
+    tested: Tensor | None = None,
+    tolerance: float = -1.0,
 ) -> Tensor:  # -> (d,)
     """Broyden's method on v − Aw from 0 and the inverse −P: w = Pv is its first step.
 
@@ -358,11 +363,14 @@ def refined_cotangent(
     by 1.5 times the one of smallest residual, or 1.5.
 
     tested: takes the place of P once the first VJP is known.
+    tolerance: the first w with a residual of so many ‖v‖ is the result.
     """
     w, P = P @ v, P if tested is None else tested
     step, before = w, v
     for left in reversed(range(refine)):
         r = v - A @ w
+        if r.norm() <= tolerance * v.norm():
+            return w
         q, y, squared = P @ r, before - r, step @ step
         factor = squared / (squared - step @ q)
         if left == 0:
@@ -371,26 +379,3 @@ def refined_cotangent(
         P = P + torch.outer(factor * q, step @ P) / squared
         w, step, before = w + factor * q, factor * q, r
     return w
-
-
-def adaptive_cotangent(
-    A: Tensor, P: Tensor, v: Tensor, tolerance: float, max_refine: int
-) -> tuple[Tensor, bool]:
-    """w, and whether it is JFB's because the best refined one is worse and above the tolerance.
-
-    JFB's is v, or the multiple of smallest residual where that of v is above 1.
-    """
-
-    def residual(w: Tensor) -> float:
-        return ((v - A @ w).norm() / v.norm()).item()
-
-    best = P @ v
-    for refined in range(max_refine + 1):
-        w, _ = paper_broyden(lambda w: v - A @ w, P @ v, refined, inverse=-P)
-        best = w if residual(w) < residual(best) else best
-        if residual(w) <= tolerance:
-            return w, False
-    share = (v @ A @ v / (A @ v).square().sum()).clamp(0, 1) if residual(v) > 1 else 1.0
-    if residual(best) > residual(share * v):
-        return share * v, True
-    return best, False

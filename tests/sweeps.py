@@ -11,7 +11,7 @@ from torch import Tensor
 from gdeq import engine
 from gdeq.fast.kernels.sweep import Sweep
 from gdeq.fast.product import Start
-from gdeq.ledger import Ledger
+from gdeq.loop import Ledger
 from gdeq.state import StateMap, StateSpace
 from oracles.sweep import OracleEngine, PlainSweep
 

@@ -1,5 +1,6 @@
 """The fixed point as a citizen of autograd: modes, reuse, nesting, several passes, lifetimes."""
 
+import copy
 import gc
 import time
 import weakref
@@ -440,3 +441,38 @@ def test_reentrant_checkpointing_in_f():
     z = gdeq.fixed_point(lambda z: f(z, True), x.detach(), gradient=gdeq.GDEQ(refine=1)).z
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         z.sum().backward()
+
+
+class Checkpointed(nn.Module):
+    """z goes in alone: PyTorch gives the weights no gradient where z has none."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.inner, self.whole, self.reentrant = nn.Linear(4, 4, dtype=F64), whole, True
+
+    def forward(self, z, x):
+        x = x.detach() if self.whole else x
+
+        def block(z):
+            return torch.tanh(0.5 * self.inner(z) + x * self.whole)
+
+        return checkpoint(block, z, use_reentrant=self.reentrant) + x * (not self.whole)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("gradient", [gdeq.JFB(), gdeq.GDEQ(), gdeq.Unrolled(2)], ids=str)
+def test_reentrant_checkpointing_of_z_alone(gradient, whole):
+    torch.manual_seed(0)
+    cell, x = Checkpointed(whole), torch.randn(3, 4, dtype=F64)
+    deq, found = gdeq.DEQ(cell, gdeq.Broyden(20, 1e-9), gradient), []
+    for cell.reentrant in (True, True, False):  # also in the first call
+        cell.zero_grad()
+        deq(x).square().sum().backward()
+        found.append(cell.inner.weight.grad)
+    for got in found[:2]:
+        assert got is not None
+        torch.testing.assert_close(got, found[2], rtol=1e-7, atol=1e-9)
+    copied = copy.deepcopy(deq)
+    copied.cell.reentrant = True
+    copied(x).square().sum().backward()
+    assert not deq.solution.z.requires_grad

@@ -176,7 +176,7 @@ def test_a_sample_has_the_same_gradient_alone_and_in_any_batch(name, device):
         theirs = [alone[batch[place]] for place in places]
         expected = torch.cat([one[0] for one in theirs])
         torch.testing.assert_close(grad[places], expected, rtol=1e-6, atol=1e-8)
-        for field in ("residual", "converged", "fell_back"):
+        for field in ("residual", "converged", "error"):
             if record is not None and getattr(record, field) is not None:
                 ours = getattr(record, field)[places]
                 expected = torch.cat([getattr(one[1], field) for one in theirs])

@@ -11,7 +11,7 @@ import gdeq
 import gdeq.layer
 from cells import F64, Cell, assert_same, data, every_gradient
 from gdeq import Broyden, ConvergenceWarning, CoupledSamplesWarning, UnsteadyCellWarning
-from gdeq.checks import values_are_there
+from gdeq.tracing import values_are_there
 
 D = 16
 FEW = Broyden(max_iter=3, tol=1e-3)
@@ -76,6 +76,10 @@ UNSTEADY = {
     "python": (lambda z, x: torch.tanh(0.5 * z + x * random.random()), "keep something"),
 }
 COUPLED = {
+    "pairs": lambda z, x: torch.tanh(0.4 * z.view(-1, 2, D).flip(1).reshape(z.shape) + x),
+    "two views": lambda z, x: torch.tanh(0.4 * z.roll(len(z) // 2, 0) + x),
+    "directed": lambda z, x: torch.tanh(0.4 * torch.cat([z[1:], 0 * z[:1]]) + x),
+    "directed back": lambda z, x: torch.tanh(0.4 * torch.cat([0 * z[:1], z[:-1]]) + x),
     "graph": lambda z, x: torch.tanh(0.4 * (z.roll(1, 0) + z.roll(-1, 0)) + x),
     "set": lambda z, x: torch.tanh(0.5 * z.mean(0) + x),
     "batch norm": Wrapped(normalised),

@@ -39,7 +39,6 @@ from problems import (
     Nested,
     Problem,
     Tiny,
-    adaptive_cotangent,
     adjoint_residual,
     assert_near,
     exact_cotangent,
@@ -191,7 +190,7 @@ def refined_from_v(case: Case) -> Tensor:
 
 
 def adaptive(case: Case, tolerance: float) -> Tensor:
-    return case.each(lambda A, P, v: adaptive_cotangent(A, P, v, tolerance, 30)[0])
+    return case.tested(partial(refined_cotangent, refine=31, tolerance=tolerance))
 
 
 GRADIENTS = {

@@ -67,9 +67,8 @@ def test_an_exported_model_needs_no_gdeq(tmp_path, form):
     model = Model(*solvers).eval()
     if form != "tolerance":
         gdeq.fixed_steps(model)
-    # Of Anderson's method, ONNX keeps the batch size of the example.
-    given, batch = (X, None) if form == "onnx" else (X[:3], ({0: torch.export.Dim("batch")},))
-    program = torch.export.export(model, (given,), dynamic_shapes=batch)
+    batch = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(model, (X[:3],), dynamic_shapes=batch)
     torch.export.save(program, tmp_path / "model.pt2")
     words = [sys.executable, "-c", SERVED, str(tmp_path)]
     if form == "onnx":
@@ -118,6 +117,13 @@ def test_what_cannot_be_one_graph_says_so():
         gdeq.fixed_steps(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="at least 1"):
         gdeq.fixed_steps(model, steps=0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trace_would_keep_the_steps_of_its_example():
+    """Traced with x = 0, where the solve ends at once, the program made no step for any other x."""
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"use torch\.export\.export"):
+        torch.jit.trace(gdeq.DEQ(lambda z, x: 0.5 * z + x), torch.zeros(2, 3), check_trace=False)
 
 
 @pytest.mark.parametrize("gradient", [gdeq.GDEQ(refine=1), gdeq.Implicit(), gdeq.Unrolled(2)])

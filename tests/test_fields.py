@@ -63,6 +63,16 @@ def test_a_gradient_to_a_tolerance_is_not_far_worse_than_jfb(solve):
     assert_safe(found, errors(JFB(refine=10), solve))
 
 
+def test_a_tolerance_that_is_not_met_leaves_what_refine_leaves():
+    """Of this map v, and any multiple of it, is further from the exact w than 0 is."""
+    case = solved("linear, far from normal", "Broyden, 1e-03", 2001)
+    found, told = case.errors(GDEQ(tolerance=0.1))
+    unmet = told.residual[case.judged].isinf()
+    assert unmet.any()
+    assert torch.equal(found[unmet], case.errors(GDEQ(refine=11))[0][unmet])
+    assert_safe(found, case.errors(JFB(refine=10))[0])
+
+
 @pytest.mark.parametrize("solve", SOLVES)
 @pytest.mark.parametrize("solver", [GMRES(20, 1e-6), Broyden(20, 1e-6)], ids=["GMRES", "Broyden"])
 def test_a_preconditioned_solve_is_not_far_worse_than_a_plain_one(solver, solve):

@@ -189,13 +189,52 @@ def test_a_layer_with_dropout_and_weight_norm():
     assert steps.shape == (3, 3)
 
 
-def test_what_cannot_be_followed_is_told():
-    @torch.jit.script
-    def scripted(z, x):
-        return torch.tanh(0.5 * z + x)
+def test_no_third_derivatives():
+    x = X[:1].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"no third; gdeq\.Unrolled\(\)"):
+        jacfwd(hessian(lambda x: loss(found(WEIGHT, x))))(x.detach())
+    (first,) = torch.autograd.grad(loss(found(WEIGHT, x)), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no third; gdeq\.Unrolled\(\)"):
+        torch.autograd.grad(first.square().sum(), x, create_graph=True)
 
-    def solved(x):
-        return gdeq.fixed_point(lambda z: scripted(z, x), torch.zeros_like(x)).z
 
-    with pytest.raises(RuntimeError, match=r"torch\.func cannot follow"):
-        torch.func.jacrev(solved)(torch.randn(2, 3))
+def test_autocast_in_f():
+    """Derivatives are those of f as it computes, in half precision where it chooses that."""
+
+    def at(weight):
+        def mixed(z):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return torch.tanh((z @ weight.T).float() + X.float())
+
+        return loss(gdeq.fixed_point(mixed, torch.zeros(3, 4), gradient=gdeq.Implicit()).z)
+
+    weight = WEIGHT.float().requires_grad_()
+    at(weight).backward()
+    torch.testing.assert_close(grad(at)(weight.detach()), weight.grad, rtol=1e-6, atol=1e-6)
+
+
+def scripted(z, w, x):
+    return torch.jit.script(inner)(z) + x
+
+
+def inner(z):
+    return torch.tanh(0.5 * z)
+
+
+UNSEEN = {
+    "torch.jit": scripted,
+    "vmap over z": lambda z, w, x: torch.tanh(vmap(lambda row: w @ row)(z) + x),
+    "vmap beside z": lambda z, w, x: torch.tanh(z + vmap(lambda row: w @ row)(x)),
+    "grad": lambda z, w, x: grad(lambda z: 0.1 * (z @ w.T).cos().sum())(z) + x,
+    "another fixed point": lambda z, w, x: 0.5 * z.tanh() + found(w, x),
+}
+
+
+@pytest.mark.parametrize("cell", UNSEEN.values(), ids=UNSEEN)
+@pytest.mark.parametrize("take", [grad, vmap, jacfwd])
+def test_what_cannot_be_followed_is_told(cell, take):
+    def solved(w):
+        return gdeq.fixed_point(lambda z: cell(z, w, X), X, gradient=EXACT).z.sum()
+
+    with pytest.raises(RuntimeError, match=r"torch\.func cannot follow.*\.backward\(\)"):
+        take(solved)(MANY if take is vmap else WEIGHT)

@@ -316,7 +316,7 @@ def test_a_start_of_zeros_and_noise(device):
 
 def test_threads_have_records_and_masks_of_their_own():
     """Eight threads with batches of eight sizes through one layer."""
-    cell = nn.Sequential(gdeq.weight_norm(nn.Linear(4, 4)), gdeq.VariationalDropout(0.5))
+    cell = nn.Sequential(gdeq.weight_norm(nn.Linear(4, 4)), gdeq.VariationalDropout(0.1))
     deq = gdeq.DEQ(lambda z, x: torch.tanh(0.5 * cell(z) + x), Broyden(max_iter=8, tol=1e-4))
     deq(torch.randn(3, 4))
 
@@ -349,7 +349,7 @@ def test_a_cell_that_cannot_be_called(cell):
 SHAPELESS = {
     "nothing": ((), {}, "there is none"),
     "tokens": ((torch.zeros(2, 3).long(),), {}, "x is torch.int64, and a state must be floating"),
-    "scalar": ((torch.tensor(1.0),), {}, "initial_state"),
+    "scalar": ((torch.tensor(1.0),), {}, "x has no batch dimension; DEQ\\(cell, batched=False"),
     "dict": (({"x": 1},), {}, "x must be a tensor to start as zeros like it, got dict"),
     "none": ((None,), {}, "got NoneType"),
     "named": ((), {"x": "none"}, "got str"),

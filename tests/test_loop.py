@@ -23,7 +23,7 @@ from cells import (
 from engines import ORACLE, using
 from gdeq import Anderson, Broyden, Picard, Status
 from gdeq.engine import REFERENCE
-from gdeq.ledger import Ledger, Norms, least_part
+from gdeq.loop import Ledger, Norms, least_part
 from gdeq.solvers.base import System
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -16,7 +16,6 @@ from gdeq.refinement import Refinement, first_step, refine
 from problems import (
     Multiscale,
     Wide,
-    adaptive_cotangent,
     adjoint_residual,
     assert_near,
     identity,
@@ -245,43 +244,36 @@ def test_refinement_lowers_the_median_residual_to_that_of_implicit():
 
 @pytest.mark.parametrize("max_refine", [1, 2, 4])
 @pytest.mark.parametrize("forward_steps", [3, 6])
-def test_adaptive_refinement_and_its_fall_back(forward_steps, max_refine, device):
-    # Far from contractive and stopped early at whatever comes last, so that the inverse is bad.
-    problem = uneven(batch=24, radius=3.0, seed=1).to(device)
-    solver, tolerance = Broyden(forward_steps, 0.0), 0.03
-    f, iterates = watched(problem)
-    jacobian = problem.dense_jacobian(gdeq.solve(f, problem.z0, solver).z)
-    # JFB's residual is ‖Jᵀv‖/‖v‖: along left singular vectors of J it is known, and can be small.
-    v = problem.cotangent()
-    left, values, _ = torch.linalg.svd(jacobian)
-    for i in range(len(v)):
-        if i % 3 > 0:
-            size = 0.1 if i % 3 == 1 else 0.0
-            v[i] = left[i, :, (values[i] - size).abs().argmin()]
+def test_refinement_to_a_tolerance_keeps_the_first_w_that_meets_it(forward_steps, max_refine):
+    """A sample that never meets it ends as with so many VJPs; the record says which it is."""
+    # Far from contractive and stopped early at whatever comes last: some samples are hard.
+    problem = uneven(batch=24, radius=3.0, seed=2)
+    solver, tolerance = Broyden(forward_steps, 0.0), 0.3
+    solution, w = differentiate(problem, solver, GDEQ(tolerance=tolerance, max_refine=max_refine))
+    v, path = problem.cotangent(), []
+    jacobian = problem.dense_jacobian(solution.z)
 
-    gradient = GDEQ(tolerance=tolerance, max_refine=max_refine)
-    solution, w = differentiate(problem, solver, gradient, v)
+    def vjp(u):
+        path.append(u)
+        return times(jacobian.mT, u)
+
+    found = gdeq.fixed_point(problem, problem.z0, solver, GDEQ(refine=1))
+    expected = GDEQ(refine=max_refine + 1).cotangent(v, vjp, found).w
+    residuals = torch.stack([adjoint_residual(jacobian, u, v) for u in path])
+    met = residuals <= tolerance
+    for i in range(24):
+        if met[:, i].any():
+            expected[i] = path[int(met[:, i].nonzero()[0])][i]
+    assert_near(w, expected, 1e-7)
     record = solution.backward
-    for i, A in enumerate(transposed_system(jacobian)):
-        inverse = secant_inverse(problem.root(i), [z[i] for z in iterates])
-        expected, fell_back = adaptive_cotangent(A, -inverse.T, v[i], tolerance, max_refine)
-        assert_near(w[i], expected, 1e-7)
-        assert record.fell_back[i] == fell_back
-
-    dense = adjoint_residual(jacobian, w, v)
-    assert_near(record.residual, dense, 1e-10)
-    assert torch.equal(record.converged, dense <= tolerance)
-    of_jfb = adjoint_residual(jacobian, v, v)
-    as_jfb = record.fell_back & (of_jfb <= 1)
-    assert torch.equal(w[as_jfb], v[as_jfb])
-    assert (dense[record.fell_back] <= 1 + 1e-9).all()
-    assert (dense <= torch.clamp(of_jfb * (1 + 1e-9), min=tolerance)).all()
-    assert record.vjps == 1 + max_refine + 1  # measured, refined, and JFB measured to compare
-    for ended in (record.converged, ~record.converged):  # all four ends were met
-        assert (ended & record.fell_back).any()
-        assert (ended & ~record.fell_back).any()
-    above, fallen = int((~record.converged).sum()), int(record.fell_back.sum())
-    assert f"{above} samples above the tolerance, {fallen} fell back to JFB" in str(record)
+    assert 0 < int(met.any(0).sum()) < 24
+    assert met[0].any()
+    assert torch.equal(record.converged, adjoint_residual(jacobian, w, v) <= tolerance)
+    assert record.converged[met.any(0)].all()
+    assert_near(record.residual, adjoint_residual(jacobian, w, v), 1e-10)
+    assert torch.equal(record.error > 0, ~met.any(0))
+    assert record.vjps == max_refine + 1
+    assert f"{int((~record.converged).sum())} samples above the tolerance" in str(record)
 
 
 def first_estimate(problem, solver):
@@ -303,7 +295,6 @@ def test_samples_under_the_tolerance_keep_the_first_estimate():
     assert_near(w[fine], first[fine], 1e-12)
     assert (w[~fine] - first[~fine]).norm(dim=1).min() > 1e-3
     assert solution.backward.converged.all()
-    assert not solution.backward.fell_back.any()
     assert solution.backward.vjps < 20
     easy = 1.01 * residual.max().item()  # where no sample needs more, one VJP says so
     solution, w = differentiate(problem, solver, GDEQ(tolerance=min(1.0, easy)))
@@ -316,12 +307,11 @@ def test_where_the_host_may_not_look_the_same_is_found(monkeypatch, tolerance, m
     problem, solver = uneven(batch=16, radius=0.9), Broyden(12, 1e-4)
     gradient = GDEQ(tolerance=tolerance, max_refine=max_refine)
     solution, w = differentiate(problem, solver, gradient)
-    for module in ("loop", "gradients", "solvers.broyden"):
+    for module in ("loop", "refinement", "solvers.broyden"):
         monkeypatch.setattr(sys.modules[f"gdeq.{module}"], "host_may_look", lambda device: False)
     recorded, same = differentiate(problem, solver, gradient)
     assert_near(same, w, 1e-12)
-    assert recorded.backward.vjps == max_refine + 2 >= solution.backward.vjps
-    assert torch.equal(recorded.backward.fell_back, solution.backward.fell_back)
+    assert recorded.backward.vjps == max_refine + 1 >= solution.backward.vjps
     assert_near(recorded.backward.residual, solution.backward.residual, 1e-9)
 
 

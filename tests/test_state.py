@@ -253,6 +253,7 @@ BAD_STATES = {
 BAD_TYPES = {
     "integer": (X.long(), ["z0 has dtype torch.int64", "floating point", "z0.float()"]),
     "boolean": (X.bool(), ["z0 has dtype torch.bool", "floating point"]),
+    "sparse": (X.to_sparse(), ["z0 is sparse", "z0.to_dense()"]),
     "complex": (X + 0j, ["z0 has dtype torch.complex64", "view_as_real"]),
     "a part": ([X, X.int()], ["z0[1] has dtype torch.int32"]),
     "none": (None, [f"z0 {MUST}, got NoneType"]),

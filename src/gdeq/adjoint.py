@@ -27,6 +27,11 @@ from gdeq.gradients import Gradient, Implicit
 from gdeq.state import State, StateMap, StateSpace, full_precision
 from gdeq.tracing import blind, row_by_row, without_values
 
+THIRD = (
+    "gdeq: a fixed point has first and second derivatives, no third; gdeq.Unrolled() and JFB(), "
+    "which are approximate, have all"
+)
+
 
 @dataclass
 class Link:
@@ -55,39 +60,37 @@ class Link:
 
     def input_gradients(self, products: Sequence[Tensor]) -> list[Tensor | None]:
         """What the input node makes of Jᵀw.  z* does not depend on z0, so nothing is passed on."""
-        if self.awaits_product:
-            assert self.adjoint is not None
-            record = self.found.solution.record
-            if without_values(products):
-                self.forget()
-                return [None for _ in products]
-            with torch.no_grad():  # a record with a graph would keep this node, and itself, alive
-                record.measured(self.adjoint.residual(products))
-                if record.length is None:  # the weight of what was just measured
-                    record.length = self.adjoint.length()
+        if (made := self.awaiting) is not None:
             self.forget()
+            if not without_values(products):
+                record = self.found.solution.record
+                with torch.no_grad():  # a record with a graph would keep this node, and itself
+                    record.measured(made.residual(products))
+                    if record.length is None:  # the weight of what was just measured
+                        record.length = made.length()
         return [None for _ in products]
 
     @property
-    def awaits_product(self) -> bool:
-        return self.of_pass == this_pass() and self.adjoint is not None
+    def awaiting(self) -> Adjoint | None:
+        """What this pass made of v, if its Jᵀw has not arrived yet."""
+        return self.adjoint if self.of_pass == this_pass() else None
 
     def forget(self) -> None:
         self.adjoint = None
 
 
+@dataclass
 class Evaluation:
     """f, evaluated with autograd at the solution, between the nodes."""
 
-    def __init__(self, f: StateMap, link: Link) -> None:
-        self.f, self.link = f, link
-        self.z_in: list[Tensor] = []
-        self.out: list[Tensor] = []
+    f: StateMap
+    link: Link
+    z_in: list[Tensor] = field(default_factory=list)
+    out: list[Tensor] = field(default_factory=list)
 
     def at(self, z: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of f(z) for those of z."""
-        # Autocast keeps the half-precision copies of weights that it made without autograd in the
-        # solve; used again, they would cut the weights off from their gradients.
+        # Autocast would use its copies of weights from the solve, which have no gradients.
         torch.clear_autocast_cache()
         with torch.enable_grad():
             if self.link.gradient.needs.vjp:
@@ -114,12 +117,12 @@ class Evaluation:
         return space.state(made)
 
 
-def attach(f: StateMap, found: Found, gradient: Gradient, engine: Engine) -> State:
+def attach(f: StateMap, found: Found, gradient: Gradient) -> State:
     """z of the solution with gradients to all that f closes over, by one more evaluation of f."""
     evaluation: Evaluation | None = found.evaluation
     with full_precision(found.space.device):
         if evaluation is None:
-            evaluation = Evaluation(f, Link(gradient, engine))
+            evaluation = Evaluation(f, Link(gradient, found.solution.engine))
             evaluation.at(found.space.leaves(found.solution.z, "z", cast=False))
         return evaluation.attach(found)
 
@@ -130,8 +133,8 @@ class _Input(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, link: Link, *z: Tensor) -> tuple[Tensor, ...]:
         ctx.link = link
-        # As .data: views of one function could not be changed in place; that f may not is checked
-        # by `StateMap.leaves`.
+        # As .data: PyTorch has an error of its own for changes of a Function's views in place, and
+        # `StateMap.leaves` has a clearer one.
         return tuple(leaf.data for leaf in z)
 
     @staticmethod

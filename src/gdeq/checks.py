@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from gdeq.operators import safe_norms
 from gdeq.state import State, StateMap
-from gdeq.tracing import host_may_look
 
 
 class UnsteadyCellWarning(UserWarning):
@@ -99,26 +98,12 @@ def modules_of(cell: object) -> list[nn.Module]:
 
 def process_groups(cell: object) -> tuple[Any, ...]:
     """Those over which a parameter of the cell is sharded now, as by `fully_shard`."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return ()
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is None:
         return ()
-    for module in modules_of(cell):
-        for parameter in module.parameters():
-            if isinstance(parameter, kind):
-                return tuple(parameter.device_mesh.get_all_groups())
-    return ()
-
-
-def values_are_there(leaves: Sequence[Tensor]) -> bool:
-    """Not while they are captured, compiled, exported, transformed or without memory."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    kinds = (Tensor, nn.Parameter)
-    plain = all(type(leaf) in kinds and leaf.device.type != "meta" for leaf in leaves)
-    return plain and host_may_look(leaves[0].device)
+    weights = (weight for module in modules_of(cell) for weight in module.parameters())
+    meshes = (weight.device_mesh for weight in weights if isinstance(weight, kind))
+    return next((tuple(mesh.get_all_groups()) for mesh in meshes), ())
 
 
 def examine(f: StateMap, z: State, cell: object, tol: float) -> Warning | None:
@@ -127,17 +112,20 @@ def examine(f: StateMap, z: State, cell: object, tol: float) -> Warning | None:
     name = type(cell).__name__ if isinstance(cell, nn.Module) else "the cell"
     half = f.precision >= torch.finfo(torch.float16).eps
     limit = max((4 if half else 100) * f.precision, 0.1 * tol)
-    # The first half of the samples gets other states: f of the others must not change.  The batch
-    # is as large as it was, so that dropout masks fit and kernels round alike.
-    half_way = space.batch // 2
+    # Some of the samples get other states: f of the others must not change.  Drawn at random, they
+    # are on both sides of any regular coupling.  The batch is as large as it was, so that dropout
+    # masks fit and kernels round alike.
+    moved = torch.rand(space.batch, generator=torch.Generator().manual_seed(1)) < 0.5
+    moved[0], moved[-1] = True, False
+    moved = moved.to(space.device)
     here = space.leaves(z, "z", cast=False)
     beside = space.copies(here)
     for leaf, other in zip(here, beside, strict=True):
         offset = 0.1 * (1 + leaf.square().mean().sqrt())
-        other[:half_way] = 0.5 * leaf.roll(1, 0)[:half_way] + offset
+        other[moved] = (0.5 * leaf.roll(1, 0) + offset)[moved]
     with torch.no_grad(), _unnoticed(space.device, modules) as buffers:
         first = space.join(f.leaves(here))
-        coupled = _difference(first, space.join(f.leaves(beside)), half_way)
+        coupled = _difference(first, space.join(f.leaves(beside)), ~moved)
         if coupled <= limit:
             return None
         with _watching(modules, space.device) as draws:
@@ -149,16 +137,16 @@ def examine(f: StateMap, z: State, cell: object, tol: float) -> Warning | None:
         ]
     if unsteady <= limit:
         told = COUPLED.format(cell=name, by=coupled)
-        return CoupledSamplesWarning(told) if half_way else None
+        return CoupledSamplesWarning(told) if space.batch > 1 else None
     why = changed[0] if changed else "It seems to keep something from one evaluation to the next"
     if draws:  # the innermost part that does comes first
         why = DRAWS.format(who=draws[0])
     return UnsteadyCellWarning(UNSTEADY.format(cell=name, by=unsteady, why=why))
 
 
-def _difference(a: Tensor, b: Tensor, start: int = 0) -> float:  # (batch, d) each
-    """The largest, from this sample on, beside its own size and that of the batch."""
-    moved, size = (each.nan_to_num(0.0) for each in safe_norms((b - a)[start:], a[start:]))
+def _difference(a: Tensor, b: Tensor, of: Any = slice(None)) -> float:  # (batch, d) each
+    """The largest of these samples, beside its own size and theirs."""
+    moved, size = (each.nan_to_num(0.0) for each in safe_norms((b - a)[of], a[of]))
     beside = (size + size.mean()).clamp(min=torch.finfo(size.dtype).tiny)
     return (moved / beside).max().item()
 
@@ -167,10 +155,7 @@ def _difference(a: Tensor, b: Tensor, start: int = 0) -> float:  # (batch, d) ea
 def _unnoticed(
     device: torch.device, modules: Sequence[nn.Module]
 ) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
-    """Random generators and buffers stay as they are, whatever happens inside.  -> the buffers.
-
-    A compiled cell runs as it is written: it need not be compiled for this.
-    """
+    """Random generators and buffers stay as they are, and nothing is compiled.  -> the buffers."""
     parts = [part for module in modules for part in module.modules()]
     kept = [(p, key, b) for p in parts for key, b in p._buffers.items() if b is not None]
     devices = [] if device.type == "cpu" else [device]

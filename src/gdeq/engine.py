@@ -1,8 +1,7 @@
 """The seam: an engine finds fixed points and solves their adjoint equations.
 
-What is computed is said by the map, the solver and the gradient; an engine says how.  `Reference`
-does it by the solvers' own code.  `gdeq.fast` does the same in fewer passes over memory where it
-can, and is held to the reference by tests that run the same cases through both.  States cross this
+The map, the solver and the gradient say what is computed; an engine says how.  `Reference` does it
+by the solvers' own code, `gdeq.fast` in fewer passes over memory where it can.  States cross this
 seam as the user's tensors.
 """
 
@@ -26,8 +25,7 @@ from gdeq.options import describe
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Solver, System
 from gdeq.state import State, StateMap, StateSpace, Vectorized, full_precision
-from gdeq.together import together
-from gdeq.tracing import is_blind, is_traced
+from gdeq.tracing import is_blind, is_traced, together
 
 
 @dataclass
@@ -51,17 +49,20 @@ class TensorVJP(Protocol):
     def __call__(self, u: Sequence[Tensor]) -> list[Tensor]: ...
 
 
-class Adjoint(Protocol):
+@dataclass
+class Adjoint:
     """What a gradient made of v in one backward pass."""
 
     w: list[Tensor]  # like the tensors of f(z)
     report: Cotangent
 
     def residual(self, product: Sequence[Tensor]) -> Tensor:  # -> (batch,)
-        """‖v − (I − Jᵀ)w‖/‖v‖, given Jᵀw."""
+        """‖v − (I − Jᵀ)w‖/‖v‖, given Jᵀw; of gradients that ask for VJPs."""
+        raise NotImplementedError
 
     def length(self) -> Tensor:  # -> (batch,)
-        """‖w‖, or ‖v‖ where w is 0."""
+        """‖w‖, or ‖v‖ where w is 0; of gradients that ask for VJPs."""
+        raise NotImplementedError
 
 
 class Engine(Protocol):
@@ -80,29 +81,20 @@ class Engine(Protocol):
 
 
 @dataclass
-class VectorAdjoint:
-    """w as a batched vector, in units of about ‖v‖: w is linear in v, and losses come in all sizes.
+class VectorAdjoint(Adjoint):
+    """w as a batched vector, in units of about ‖v‖, so that losses may come in all sizes."""
 
-    unit: None where v was taken as it is.
-    """
-
-    w: list[Tensor]
-    report: Cotangent
     engine: Reference
     space: StateSpace
     v: Tensor  # (batch, d) in units
-    size: Tensor | None = None  # (batch,) ‖v‖ in units
-    unit: Tensor | None = None  # (batch,)
+    size: Tensor  # (batch,) ‖v‖ in units
+    unit: Tensor  # (batch,)
 
     def residual(self, product: Sequence[Tensor]) -> Tensor:  # -> (batch,)
-        assert self.size is not None
-        assert self.unit is not None
         of_w = self.space.join(product, factor=1 / self.unit)
         return relative(self.engine.residual_norm(self.v, self.report.w, of_w), self.size)
 
     def length(self) -> Tensor:  # -> (batch,)
-        assert self.size is not None
-        assert self.unit is not None
         if self.report.w is self.v:
             return self.size * self.unit
         (length,) = safe_norms(self.report.w)
@@ -111,7 +103,6 @@ class VectorAdjoint:
 
     def shortfall(self) -> Tensor:  # -> (batch, d)
         """v − w, not in units."""
-        assert self.unit is not None
         return (self.v - self.report.w) * self.unit.unsqueeze(1)
 
 
@@ -123,7 +114,7 @@ class Reference:
         system = System(f.precision, space.sizes)
         keep = wants_secants(gradient, system.precision)
         with torch.no_grad(), full_precision(space.device):
-            found = loop.iterate(f, space.start(z0).detach(), solver, system, keep)
+            found = loop.iterate(f, space.pack(z0).detach(), solver, system, keep)
             inside = f.inside(found.z)
         return Found(self.solution(found, space.unpack(found.z), f), space, found.z, inside)
 
@@ -154,7 +145,7 @@ class Reference:
         if not vjp.usable:
             flat = space.join(v)
             report = gradient.cotangent(flat, _no_vjp, found.solution)
-            return VectorAdjoint(_tensors(report.w, vjp, found), report, self, space, flat)
+            return Adjoint(_tensors(report.w, vjp, found), report)
         size = self.norm(v, space)
         unit = power_of_two(size)
         flat = space.join(v, factor=1 / unit)
@@ -178,8 +169,7 @@ class Reference:
 
 
 class Together(Reference):
-    """For an f that processes evaluate together, as a cell that is sharded over them: a solve ends
-    on all of them at the same step, in the backward pass too."""
+    """For a cell that is sharded over processes: they evaluate f together, equally often."""
 
     def __init__(self, groups: tuple[Any, ...]) -> None:
         self.groups = groups
@@ -239,7 +229,7 @@ def faster(model: str, module: Any, *inputs: Any) -> Callable[[], Any] | None:
     """A faster way to what a model or its cell returns for these inputs; None where there is none.
 
     ``module.config.fused`` says whether to look for one: True, False, or "auto" where work is done
-    by `gdeq.fast`.  There ``gdeq.fast.NAME`` has a ``runner`` for the model of this name.
+    by `gdeq.fast`, whose ``gdeq.fast.NAME`` has a ``runner`` for the model of this name.
     """
     wanted = module.config.fused
     if wanted is False or is_traced() or not (wanted is True or runs_fast(inputs[-1].device)):

@@ -22,16 +22,14 @@ class FixedSteps(DEQ):
 
     def forward(self, *inputs: Any, z0: State = None, **options: Any) -> State:
         compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-        if compiling and torch.is_grad_enabled() and self._needs_products():
+        products = self.gradient.needs.vjp and not isinstance(self.gradient, Unrolled)
+        if compiling and products and torch.is_grad_enabled():
             raise RuntimeError(
                 f"gdeq: {type(self.gradient).__name__} with these options computes VJPs in the "
                 "backward pass, which torch.compile cannot trace; use gradient GDEQ(), JFB() or "
                 "Unrolled(), or torch.no_grad()"
             )
         return _forward(self, *inputs, z0=z0, **options)
-
-    def _needs_products(self) -> bool:
-        return self.gradient.needs.vjp and not isinstance(self.gradient, Unrolled)
 
 
 _forward = inspect.unwrap(DEQ.forward)

@@ -5,8 +5,9 @@ Choose an engine, solve without autograd, attach gradients (`gdeq.adjoint`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from gdeq import functional
 from gdeq.adjoint import attach
 from gdeq.engine import REFERENCE, Engine, Found, choose
 from gdeq.gradients import DEFAULT, Gradient, Implicit, Unrolled
-from gdeq.ledger import Measure
+from gdeq.loop import Measure
 from gdeq.options import count_of, describe
 from gdeq.second_order import attach_twice
 from gdeq.solution import BackwardRecord, Solution, Status
@@ -71,10 +72,8 @@ def solve(f: Callable[[State], State], z0: State, solver: Solver | None = None) 
         (True, '0.739')
     """
     solver = Broyden() if solver is None else check_solver(solver)
-    on_state = StateMap(StateSpace(z0), f)
-    with blind(without_values(on_state.space.leaves(z0, "z0", cast=True))):
-        solves = functional.solve if is_transformed() else choose(on_state).solve
-        return solves(on_state, z0, solver, None).solution
+    with _on_state(f, z0) as on_state:
+        return _solver_of(on_state)(on_state, z0, solver, None).solution
 
 
 @uncompiled
@@ -106,13 +105,12 @@ def find(
 ) -> tuple[State, Solution]:
     """`fixed_point`: z with its gradients, and the solution.
 
-    The solution's own z is the same tensors where z has no gradients or is unrolled.  Else it is
-    without gradients, in memory that f's graph reads: it must not be changed in place.
+    The solution's own z is this z where that has no gradients or is unrolled.  Else it is without
+    gradients, in memory that f's graph reads: it must not be changed in place.
     """
     check_pair(solver, gradient)
-    on_state = StateMap(StateSpace(z0), f)
     wanted = gradient if torch.is_grad_enabled() and not torch.compiler.is_exporting() else None
-    with blind(without_values(on_state.space.leaves(z0, "z0", cast=True))):
+    with _on_state(f, z0) as on_state:
         if torch.compiler.is_dynamo_compiling():
             # Unrolled steps are part of the value too.
             used = gradient if isinstance(gradient, Unrolled) else wanted
@@ -122,12 +120,9 @@ def find(
             solution = _unrolled(on_state, z0, solver, gradient)
             return solution.z, solution
         assert solver is not None
-        engine = choose(on_state)
-        solve = functional.solve if is_transformed() else engine.solve
-        found = solve(on_state, z0, solver, wanted)
-        if wanted is None:
-            return found.solution.z, found.solution
-        return _attached(on_state, found, gradient, engine), found.solution
+        found = _solver_of(on_state)(on_state, z0, solver, wanted)
+        z = found.solution.z if wanted is None else _attached(on_state, found, wanted)
+        return z, found.solution
 
 
 def find_all(
@@ -146,9 +141,8 @@ def find_all(
         if step > solver.max_iter:
             raise ValueError(f"the solver makes {solver.max_iter} steps at most, not {step}")
     kept: dict[int, Tensor] = {}
-    on_state = StateMap(StateSpace(z0), f)
-    with blind(without_values(on_state.space.leaves(z0, "z0", cast=True))):
-        solve = functional.solve if is_transformed() else REFERENCE.solve
+    with _on_state(f, z0) as on_state:
+        solve = _solver_of(on_state, REFERENCE)
         found = solve(on_state, z0, _watched(solver, kept), gradient)
         torch.clear_autocast_cache()
         made = []
@@ -162,7 +156,7 @@ def find_all(
             if isinstance(gradient, Unrolled):
                 z = _unrolled(on_state, z, None, gradient).z
             elif torch.is_grad_enabled():
-                z = _attached(on_state, there, gradient, REFERENCE)
+                z = _attached(on_state, there, gradient)
             made.append(z)
     return made, found.solution
 
@@ -180,25 +174,38 @@ def _watched(solver: Solver, kept: dict[int, Tensor]) -> Solver:
     return twin
 
 
-def _attached(f: StateMap, found: Found, gradient: Gradient, engine: Engine) -> State:
+@contextlib.contextmanager
+def _on_state(f: Callable[[State], State], z0: State) -> Iterator[StateMap]:
+    """f as a map of states like z0; nobody looks at values that are not there meanwhile."""
+    on_state = StateMap(StateSpace(z0), f)
+    with blind(without_values(on_state.space.leaves(z0, "z0", cast=True))):
+        yield on_state
+
+
+def _solver_of(f: StateMap, engine: Engine | None = None) -> Callable[..., Found]:
+    """`Engine.solve` for this map: of the engine that is chosen for it unless one is given."""
+    return functional.solve if is_transformed() else (engine or choose(f)).solve
+
+
+def _attached(f: StateMap, found: Found, gradient: Gradient) -> State:
+    """z of the solution, with gradients."""
     if is_transformed():
         return functional.attach(f, found, gradient)
     if isinstance(gradient, Implicit) and gradient.double_backward:
-        return attach_twice(f, found, gradient, engine)
-    return attach(f, found, gradient, engine)
+        return attach_twice(f, found, gradient)
+    return attach(f, found, gradient)
 
 
 def _unrolled(f: StateMap, z0: State, solver: Solver | None, gradient: Unrolled) -> Solution:
     """Steps through autograd, from z0 or from the solution of a solve."""
     space, found, vector = f.space, None, None
     if solver is not None:
-        solves = functional.solve if is_transformed() else choose(f).solve
-        solved = solves(f, z0, solver, None)
+        solved = _solver_of(f)(f, z0, solver, None)
         found, vector = solved.solution, solved.vector
         torch.clear_autocast_cache()
     judge = solver or Picard(tol=0.0, stop="whole")
     with full_precision(space.device):
-        z = space.start(z0 if found is None else found.z) if vector is None else vector
+        z = space.pack(z0 if found is None else found.z) if vector is None else vector
         measure = Measure(judge, System(f.precision, space.sizes), z)
         z, trace = gradient.unroll(f, z, lambda fz, z: measure(fz, z).residual(judge.stop))
         residual, parts, evals = trace[-1], None, gradient.steps

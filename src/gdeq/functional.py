@@ -1,15 +1,12 @@
 """Fixed points under `torch.func`, forward mode and `vmap`.
 
-A backward pass of PyTorch runs once, after the fact, and can leave a record (`gdeq.adjoint`).  The
-transforms of `torch.func` nest, batch and push derivatives forward instead.  One rule serves them
-all.  z* is found as a constant; then a step of Newton's method, whose value is z* again,
+z* is found as a constant; a step of Newton's method, whose value is z* again, gives it derivatives:
 
-    z* ↦ z* + (I − J)⁻¹ (f(z*, θ) − z*),
+    z* ↦ z* + (I − J)⁻¹ (f(z*, θ) − z*),        (I − J)⁻¹ taken as constant.
 
-gives it derivatives, with (I − J)⁻¹ taken as constant.  Backwards the step needs w = (I − J)⁻ᵀv,
-which is what a gradient method computes; forwards (I − J)⁻¹ẏ, one solve of the tangent equation.
-Two such steps have right second derivatives, if w is given derivatives in the same way:
-w = v + Jᵀw is a fixed point too.  There are no third ones.
+Backwards the step needs w = (I − J)⁻ᵀv, which is what a gradient method computes; forwards
+(I − J)⁻¹ẏ, one solve of the tangent equation.  Two such steps have right second derivatives, if w,
+the fixed point of w = v + Jᵀw, is given derivatives in the same way.
 
 A transform hands a rule the inputs of the step as they are at its own level, and no others.  So
 what f closes over must be an input too: f is put on a tape.
@@ -17,7 +14,6 @@ what f closes over must be an input too: f is put on a tape.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,14 +25,27 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from gdeq.adjoint import check_second_order
+from gdeq.adjoint import THIRD, check_second_order
 from gdeq.engine import REFERENCE, Found
 from gdeq.gradients import Gradient, Implicit, Unrolled
 from gdeq.loop import iterate
 from gdeq.solution import BackwardRecord, Solution
 from gdeq.solvers.base import Solver, System
-from gdeq.state import State, StateMap, StateSpace, Vectorized, detached, full_precision
+from gdeq.state import (
+    State,
+    StateMap,
+    StateSpace,
+    Vectorized,
+    autocast_dtype,
+    detached,
+    full_precision,
+)
 from gdeq.tracing import beneath, blind, constant, row_by_row, transforms, without_values
+
+UNSEEN = (
+    "gdeq: f computes in a way that torch.func cannot follow: a torch.jit function, a vmap or grad "
+    "of its own, or another fixed point; write that part in plain PyTorch, or use .backward()"
+)
 
 
 def solve(f: StateMap, z0: State, solver: Solver, gradient: Gradient | None) -> Found:
@@ -75,7 +84,7 @@ def compiled(f: StateMap, z0: State, solver: Solver | None, gradient: Gradient |
     """
     space = f.space
     with full_precision(space.device):
-        z, inverse = space.start(z0), None
+        z, inverse = space.pack(z0), None
         if solver is not None:
             with torch.no_grad():
                 found = iterate(f, z, solver, System(f.precision, space.sizes))
@@ -121,18 +130,17 @@ class Tape(TorchFunctionMode):
         self.places: dict[int, int] = {}  # of a tensor, by its id
         self.kept: list[Any] = []  # so that no other has its id
         self.given: list[Tensor] = []
-        self.kind, self.dtype = f.kind, f.autocast_dtype
+        self.device = f.space.device
 
         def record(z: Tensor) -> Tensor:
+            self.level = functorch.maybe_current_level()
             self._place(z)
             with self:
                 out = f(z)
-            level = functorch.maybe_current_level()
-            if any(functorch.maybe_get_level(g) == level and g.requires_grad for g in self.given):
-                raise RuntimeError(
-                    "gdeq: f computes with z in a way that torch.func cannot follow, such as a "
-                    "torch.jit function; write that part in plain PyTorch, or use .backward()"
-                )
+            if any(
+                functorch.maybe_get_level(g) == self.level and g.requires_grad for g in self.given
+            ):
+                raise RuntimeError(UNSEEN)
             self.out, self.count = self._place(out), len(self.kept)
             return out
 
@@ -142,14 +150,16 @@ class Tape(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if functorch.maybe_current_level() != self.level:  # f has a transform of its own
+            raise RuntimeError(UNSEEN)
         before = len(self.kept)
         put = pytree.tree_map_only(Tensor, self._place, (args, kwargs or {}))
         new = list(range(before, len(self.kept)))
         self.given += [self.kept[i] for i in new]
-        autocast = self.dtype is not None and torch.is_autocast_enabled(self.kind)
+        half = autocast_dtype(self.device.type)
         out = func(*args, **(kwargs or {}))
         outs = [self._place(leaf) for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-        self.calls.append((func, put, new, outs, autocast))
+        self.calls.append((func, put, new, outs, half))
         return out
 
     def _place(self, leaf: Tensor) -> _Place:
@@ -163,10 +173,10 @@ class Tape(TorchFunctionMode):
             return self._replay({0: z}, iter(given))
 
     def _replay(self, tensors: dict[int, Tensor], rest: Iterator[Tensor]) -> Tensor:
-        for func, put, new, outs, autocast in self.calls:
+        for func, put, new, outs, half in self.calls:
             tensors.update(zip(new, rest, strict=False))
             args, kwargs = pytree.tree_map_only(_Place, tensors.__getitem__, put)
-            with torch.autocast(self.kind, self.dtype) if autocast else contextlib.nullcontext():
+            with torch.autocast(self.device.type, half) if half else full_precision(self.device):
                 out = func(*args, **kwargs)
             leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
             tensors.update(zip(outs, leaves, strict=True))
@@ -195,8 +205,8 @@ class _Rule:
         if not gradient.needs.vjp and gradient.second_order:  # JFB
             return v
         with blind(without_values([v])), constant():
-            product = _Product(self.f, z, given, [v.dtype], gradient.needs.vjp)
-            space = StateSpace(v)
+            f, space = (lambda z: self.f(z, *given)), StateSpace(v)
+            product = _Product(_pullback(f, z.detach()) if gradient.needs.vjp else None, v.dtype)
             made = REFERENCE.adjoint(gradient, [v.detach()], product, Found(self.solution, space))
 
         def equation(w: Tensor, v: Tensor, z: Tensor, *given: Tensor) -> Tensor:
@@ -239,19 +249,11 @@ class _Rule:
 class _Product:
     """u ↦ Jᵀu (`gdeq.engine.TensorVJP`)."""
 
-    def __init__(
-        self,
-        f: Callable[..., Tensor],
-        z: Tensor,
-        given: Sequence[Tensor],
-        dtypes: list[torch.dtype],
-        usable: bool,
-    ) -> None:
-        self.dtypes, self.usable = dtypes, usable
-        if usable:
-            self.pull = _pullback(lambda z: f(z, *given), z.detach())
+    def __init__(self, pull: Vectorized | None, dtype: torch.dtype) -> None:
+        self.pull, self.dtypes, self.usable = pull, [dtype], pull is not None
 
     def __call__(self, u: Sequence[Tensor]) -> list[Tensor]:
+        assert self.pull is not None
         return [self.pull(*u).detach()]
 
 
@@ -311,6 +313,6 @@ class _Final(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         check_second_order(ctx.gradient)
-        raise RuntimeError("gdeq: a fixed point has first and second derivatives, no third")
+        raise RuntimeError(THIRD)
 
     jvp = backward

@@ -20,16 +20,13 @@ import torch
 from torch import Tensor
 
 from gdeq.loop import Iterates
-from gdeq.operators import Inverse, dot, relative, safe_norms
+from gdeq.operators import Inverse, relative, safe_norms
 from gdeq.options import check_flag, check_integer, check_real, check_type, options
 from gdeq.refinement import Refinement, first_step, minus_identity, refine
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Solver, System, check_solver, select
-from gdeq.solvers.broyden import Broyden
 from gdeq.solvers.gmres import GMRES
 from gdeq.state import Vectorized
-from gdeq.together import anywhere
-from gdeq.tracing import host_may_look
 
 
 class Needs(NamedTuple):
@@ -197,7 +194,7 @@ class GDEQ(Gradient):
 
     Beyond the paper, Broyden's method goes on with the adjoint equation for a few VJPs, from a
     first estimate that is made for long solves too (`gdeq.refinement`).  Its error is rarely above
-    twice the larger of 0.5 and that of ``JFB(refine=k)``: in none of 6,304 cases on maps of many
+    twice the larger of 0.5 and that of ``JFB(refine=k)``: in none of 6,328 cases on maps of many
     fields (benchmarks/gradients.py).  In the median it is smaller, though not on LASSO.
 
     refine: spend exactly this many VJPs.  How far the last step moved w, ‖Δw‖/‖w‖, is the ``error``
@@ -206,11 +203,10 @@ class GDEQ(Gradient):
         the combination of all w with the smallest residual.  In half precision, where it doubled
         and w is five times as long, the w of smallest residual is the result, and the error is not
         known (infinite).
-    tolerance: measure ‖(I − Jᵀ)w − v‖/‖v‖ with one VJP and refine only the samples above this,
-        with at most ``max_refine`` more (10 by default).  A sample that stays above it and is
-        worse than JFB uses JFB's w, shortened where that is worse than 0 (one more VJP, only if a
-        sample stays above).  Under `gdeq.capture` all ``max_refine`` + 2 VJPs are spent; the
-        result is the same.
+    tolerance: measure ‖(I − Jᵀ)w − v‖/‖v‖ with one VJP and refine the samples above this with at
+        most ``max_refine`` more (10 by default).  A sample keeps the first w within the tolerance;
+        one that never comes there has the w of ``refine=max_refine + 1``.  Under `gdeq.capture` all
+        these VJPs are spent; the result is the same.
 
     Examples:
         >>> import torch, gdeq
@@ -255,36 +251,15 @@ class GDEQ(Gradient):
                 )
             return Cotangent(solution.inverse.vectors.T.negative_matvec(v), 0)
         w, inverse = first_step(v, solution)
-        if self.refine:
-            how = Refinement(self.refine, solution.precision, secants=solution.secants)
-            return refine(w, v, vjp, inverse, how)
-        return self._refine_where_needed(w, v, vjp, solution, inverse)
-
-    def _refine_where_needed(
-        self, w: Tensor, v: Tensor, vjp: Vectorized, solution: Solution, inverse: Inverse
-    ) -> Cotangent:
-        assert self.tolerance is not None
-        assert self.max_refine is not None
-        solver = Broyden(max_iter=self.max_refine, tol=self.tolerance)
-        found = _solve_adjoint(v, vjp, w, solver, solution, inverse)
-        w, vjps, residual = found.z, found.evals, found.residual
-        fell_back = torch.zeros_like(found.converged)
-        if not host_may_look(v.device) or anywhere(~found.converged):
-            # JFB's w is v, and its residual v − (I − Jᵀ)v = Jᵀv.  Where that is longer than v, so
-            # that 0 were better, the multiple of v with the smallest residual is used.
-            product = vjp(v)
-            jfb_residual = relative(*safe_norms(product, v))
-            vjps += 1
-            share = dot(v, v - product) / dot(v - product, v - product)
-            share = share.nan_to_num(0.0, 0.0, 0.0).clamp(0.0, 1.0)
-            share = torch.where(jfb_residual.unsqueeze(1) <= 1, 1.0, share)
-            left = torch.where(share > 0, v - share * (v - product), v)  # 0 · ∞ is no number
-            jfb_residual = relative(*safe_norms(left, v))
-            fell_back = ~found.converged & ~(residual <= jfb_residual)
-            w = select(fell_back, share * v, w)
-            residual = torch.where(fell_back, jfb_residual, residual)
-        floor = rounding_floor(w, v, solution.precision)
-        return Cotangent(w, vjps, residual, self.tolerance, fell_back, floor=floor)
+        times = self.refine if self.max_refine is None else self.max_refine + 1
+        how = Refinement(
+            times, solution.precision, secants=solution.secants, tolerance=self.tolerance
+        )
+        found = refine(w, v, vjp, inverse, how)
+        if self.tolerance is not None:
+            found.tolerance = self.tolerance
+            found.floor = rounding_floor(found.w, v, solution.precision)
+        return found
 
 
 # Not the paper's plain reuse: on MDEQ and CIFAR-10 that is no better than JFB.  One VJP makes up
@@ -375,6 +350,6 @@ def _solve_adjoint(
 
 
 def rounding_floor(w: Tensor, v: Tensor, precision: float) -> Tensor:  # (batch, d) -> (batch,)
-    """The residual that the rounding of v + Jᵀw may leave or hide (see `gdeq.ledger`)."""
+    """The residual that the rounding of v + Jᵀw may leave or hide (see `gdeq.loop`)."""
     reached, size = safe_norms(w, v)
     return 0.5 * precision * relative(size + reached, size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,15 +22,14 @@ class _Open(threading.local):
     holds: tuple[_Hold, ...] = ()
 
 
+@dataclass
 class _Hold:
-    """What is kept while one `hold` is open; modules: of whom (None: of all)."""
+    """What is kept while one `hold` is open."""
 
-    def __init__(
-        self, modules: frozenset[nn.Module] | None, owner: nn.Module | None = None
-    ) -> None:
-        self.modules, self.owner = modules, owner
-        self.grad = torch.is_grad_enabled()
-        self.values: dict[tuple[Any, ...], _Value] = {}
+    modules: frozenset[nn.Module] | None  # whose values; None: those of every module
+    owner: nn.Module | None = None
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    values: dict[tuple[Any, ...], _Value] = field(default_factory=dict)
 
 
 class _Value(NamedTuple):
@@ -61,7 +61,7 @@ class Held(nn.Module):
         holds = [each for each in _open.holds if each.modules is None or self in each.modules]
         if not holds:
             return make()
-        # The solve runs without autograd, but what it keeps is also used with it afterwards.
+        # The solve runs without autograd, but its values are used with it afterwards.
         grad = torch.is_grad_enabled() or any(each.grad for each in holds)
         values, key = holds[0].values, (self, *map(id, made_of))
         if key not in values or (grad and made_of and not values[key].grad):
@@ -87,20 +87,17 @@ def hold(cell: object = None) -> Iterator[None]:
         True
     """
     owner = getattr(cell, "__self__", cell)  # of a bound method, its module
-    if isinstance(owner, nn.Module):
-        held = frozenset(m for m in owner.modules() if isinstance(m, Held))
-        opened = _Hold(held, owner)
-    else:
+    if not isinstance(owner, nn.Module):
         opened = _Hold(None)
+    else:
+        opened = _Hold(frozenset(m for m in owner.modules() if isinstance(m, Held)), owner)
     with _opened(opened):
         yield
 
 
-@contextlib.contextmanager
-def hold_all(cell: object) -> Iterator[None]:
+def hold_all(cell: object) -> contextlib.AbstractContextManager[None]:
     """`hold` for every module that the solve of ``cell`` uses, its own or not."""
-    with _opened(_Hold(None, cell if isinstance(cell, nn.Module) else None)):
-        yield
+    return _opened(_Hold(None, cell if isinstance(cell, nn.Module) else None))
 
 
 @contextlib.contextmanager
@@ -153,17 +150,14 @@ class VariationalDropout(Held):
         shape = list(x.shape)
         for dim in (*self.shared, *(range(2, x.dim()) if self.channelwise else ())):
             shape[dim] = 1
-        mask = self.held(lambda: self._draw(x, shape))
+        keep = 1 - self.p
+        mask = self.held(lambda: torch.empty(shape, device=x.device).bernoulli_(keep) / keep)
         if list(mask.shape) != shape:
             raise RuntimeError(
                 f"VariationalDropout was used with shape {tuple(mask.shape)} and then "
                 f"{tuple(shape)} in one solve; use one module for each place"
             )
         return x * mask.to(x.dtype)
-
-    def _draw(self, x: Tensor, shape: list[int]) -> Tensor:
-        keep = 1 - self.p
-        return torch.empty(shape, device=x.device).bernoulli_(keep) / keep
 
     def extra_repr(self) -> str:
         shared = f", shared={self.shared}" if self.shared else ""

@@ -3,44 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
+import functools
 import inspect
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gdeq.checks import (
-    ConvergenceWarning,
-    UnsteadyCellWarning,
-    examine,
-    process_groups,
-    values_are_there,
-)
+from gdeq.checks import ConvergenceWarning, UnsteadyCellWarning, examine, process_groups
 from gdeq.fixed_point import check_pair, find, find_all
 from gdeq.gradients import DEFAULT, JFB, Gradient
 from gdeq.holding import hold_all
-from gdeq.options import describe
+from gdeq.options import check_flag, check_names, describe
 from gdeq.solution import Solution, Status
 from gdeq.solvers.base import Solver, check_solver
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import State, StateMap, StateSpace, copied
 from gdeq.steady import unsteady_parts
-from gdeq.tracing import is_traced, uncompiled
+from gdeq.tracing import is_traced, uncompiled, values_are_there
 
 # Reachable in float32.  In half precision its tolerance is raised to what f can resolve.
 SOLVER = Broyden(max_iter=18, tol=1e-3)
-LOOK_EVERY, LOOKS = 4, 3  # most samples fail at this many looks in a row, at every fourth call
+LOOK_EVERY, LOOKS = 4, 3  # warn when most samples fail at 3 looks in a row, one every 4 calls
 # Where z0 came from, for errors of a solve to which none was given.
 FROM_ZEROS = (
     "gdeq: no z0 was given, so the solve started from zeros like x; if z has another shape than x, "
     "call deq(x, z0=...) or give the cell a method initial_state(x)"
 )
+
+# What PyTorch says of checkpoint(..., use_reentrant=True) where z is its only tensor.
+REENTRANT = "None of the inputs have requires_grad"
 
 
 class DEQ(nn.Module):
@@ -86,15 +83,9 @@ class DEQ(nn.Module):
         **unknown: Never,
     ) -> None:
         super().__init__()
-        for key in unknown:
-            names = ("cell", "solver", "gradient", "eval_solver", "batched")
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"DEQ has no option {key!r}{hint} (options: {', '.join(names)})")
+        check_names("DEQ", unknown, ("cell", "solver", "gradient", "eval_solver", "batched"))
         if not callable(cell) or isinstance(cell, type):
             raise TypeError(f"cell must be a module or function cell(z, x), got {describe(cell)}")
-        if not isinstance(batched, bool):
-            raise TypeError(f"DEQ.batched must be True or False, got {batched!r}")
         check_pair(solver, gradient)
         if eval_solver is not None:
             check_solver(eval_solver)
@@ -103,9 +94,11 @@ class DEQ(nn.Module):
         self.gradient = gradient
         self.eval_solver = eval_solver
         self.batched = batched
+        check_flag(self, "batched")
         self._default: Solver | None = SOLVER if solver is SOLVER else None
         self._examined: set[object] = set()
         self._calls = self._failures = 0
+        self._reentrant = 0  # the id of a cell that loses gradients where z has none
         self._of_thread, self._groups = threading.local(), ()
 
     @property
@@ -131,7 +124,11 @@ class DEQ(nn.Module):
         z0: where the solve starts.
         solver, gradient: for this call only.
         """
-        self.solution = None  # frees the last call's inverse before this one grows
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "gdeq: torch.jit.trace would keep the steps of this one input; use "
+                "torch.export.export, or torch.onnx.export with dynamo=True"
+            )
         from_zeros = z0 is None and not hasattr(self.cell, "initial_state")
         if z0 is None:
             z0 = self._initial_state(*inputs, **options)
@@ -155,24 +152,14 @@ class DEQ(nn.Module):
         self, *inputs: Any, at: Sequence[int], z0: State = None, **options: Any
     ) -> list[State]:
         """Return the states after these steps and the fixed point; see `gdeq.trajectory`."""
-        self.solution = None
         z0 = self._initial_state(*inputs, **options) if z0 is None else z0
-        f, z0, solver, gradient = self._prepared(
-            lambda z: self.cell(z, *inputs, **options), z0, None, None
-        )
-        with hold_all(self.cell):
-            states, solution = find_all(f, z0, solver, gradient, at)
-        if not is_traced():
-            self._keep(replace(solution, z=copied(solution.z)))
-        return states if self.batched else [_only_one(z) for z in states]
+        return self._solve(lambda z: self.cell(z, *inputs, **options), z0, at=at)
 
     def equilibrium(self, f: Callable[[State], State], z0: State) -> State:
-        """Return the fixed point of ``f`` from ``z0``, by this layer's solver and gradient.
+        """Return the fixed point, from ``z0``, of an ``f`` that stands in for the cell.
 
-        For an f that stands in for the cell: dropout masks and normalised weights in the cell stay
-        fixed during the solve, and `solution` is its record.
+        Dropout masks and normalised weights in the cell stay fixed during the solve.
         """
-        self.solution = None  # frees the last call's inverse before this one grows
         return self._solve(f, z0)
 
     def _solve(
@@ -182,33 +169,11 @@ class DEQ(nn.Module):
         solver: Solver | None = None,
         gradient: Gradient | None = None,
         examine: bool = False,
+        at: Sequence[int] | None = None,
     ) -> State:
-        f, z0, solver, gradient = self._prepared(f, z0, solver, gradient)
-        with hold_all(self.cell):
-            z, solution = find(f, z0, solver, gradient)
-            # Unrolled from z0, a new mask at each step is no harm.
-            if solver is not None and not is_traced():
-                leaves = pytree.tree_leaves(solution.z)
-                if values_are_there(leaves):
-                    self._look_at_convergence(solution, solver)
-                    if examine:
-                        self._examine(f, solution.z, leaves, solver.tol)
-        out = z if self.batched else _only_one(z)
-        if is_traced():  # a record would outlive what its tensors stand for
-            return out
-        if solution.z is z:  # it must stay what it is when the caller changes the output in place
-            solution = replace(solution, z=copied(z))
-        self._keep(solution)
-        return out
-
-    def _prepared(
-        self,
-        f: Callable[[State], State],
-        z0: State,
-        solver: Solver | None,
-        gradient: Gradient | None,
-    ) -> tuple[Callable[[State], State], State, Solver | None, Gradient]:
-        """The map, start, solver and gradient of one solve."""
+        """The fixed point, or the states of a trajectory, and the record of it."""
+        self.solution = None  # frees the last call's inverse before this one grows
+        given, again = (f, z0, solver, gradient), False
         if not self.batched:
             of_one, z0 = f, _batch_of_one(z0)
             f = lambda z: _batch_of_one(of_one(_only_one(z)))  # noqa: E731
@@ -217,32 +182,52 @@ class DEQ(nn.Module):
         gradient = gradient or self.gradient
         if solver is not None and not torch.is_grad_enabled() and gradient.needs.broyden:
             gradient = JFB()  # none is computed, so any solver will do
-        self._groups = self._groups or process_groups(self.cell)
+        if self._reentrant == id(self.cell):
+            f = functools.partial(_through_z, f)
+        distributed = torch.distributed
+        if not self._groups and distributed.is_available() and distributed.is_initialized():
+            self._groups = process_groups(self.cell)
         if self._groups:
-            f = _Sharded(f, self._groups)
+            f = functools.partial(f)
+            f.groups = self._groups  # for `gdeq.engine.choose`
         if solver is not None and solver is self._default:
             precision = StateMap(StateSpace(z0), f).precision
             solver = replace(solver, tol=max(solver.tol, precision))
-        return f, z0, solver, gradient
-
-    def _keep(self, solution: Solution) -> None:
-        """Make it the record of this call."""
-        if not self.batched:
-            solution = replace(solution, z=_only_one(solution.z), batched=False)
-        self.solution = solution
+        with hold_all(self.cell):
+            if at is None:
+                z, solution = find(f, z0, solver, gradient)
+            else:
+                z, solution = find_all(f, z0, solver, gradient, at)
+            # Without a solver nothing is solved, and a new dropout mask at each step is no harm.
+            if solver is not None and not is_traced():
+                leaves = pytree.tree_leaves(solution.z)
+                if values_are_there(leaves):
+                    self._look_at_convergence(solution, solver)
+                    if examine:
+                        again = self._examine(f, solution.z, leaves, solver.tol)
+        if again:
+            return self._solve(*given)
+        if not is_traced():  # else the record would outlive what its tensors stand for
+            kept = solution.z
+            if at is not None or kept is z:  # it must not change with the caller's tensors
+                kept = copied(kept)
+            kept = kept if self.batched else _only_one(kept)
+            self.solution = replace(solution, z=kept, batched=self.batched)
+        return z if self.batched else _only_one(z)
 
     def _initial_state(self, *inputs: Any, **options: Any) -> State:
         """Where a solve starts without ``z0``."""
-        make = getattr(self.cell, "initial_state", None)
-        if make is not None:
-            return make(*inputs, **options)
+        if hasattr(self.cell, "initial_state"):
+            return self.cell.initial_state(*inputs, **options)
         x = inputs[0] if inputs else options.get("x", next(iter(options.values()), None))
         leaves = pytree.tree_leaves(x)
-        if leaves and all(self._starts(leaf) for leaf in leaves):
+        if leaves and all(_is_real(leaf) and leaf.dim() >= self.batched for leaf in leaves):
             return pytree.tree_map(torch.zeros_like, x)
         why = "without either, it starts as zeros like x, and there is none"
-        if isinstance(x, Tensor) and not x.is_floating_point():
+        if isinstance(x, Tensor) and not _is_real(x):
             why = f"x is {x.dtype}, and a state must be floating point, so it cannot start like x"
+        elif isinstance(x, Tensor):
+            why = "x has no batch dimension; DEQ(cell, batched=False) takes one system without"
         elif inputs or options:
             why = f"x must be a tensor to start as zeros like it, got {type(x).__name__}"
         raise ValueError(
@@ -250,23 +235,17 @@ class DEQ(nn.Module):
             f"initial_state(x) that returns one ({why})"
         )
 
-    def _starts(self, x: Any) -> bool:
-        """Whether a state can be zeros like this."""
-        return isinstance(x, Tensor) and x.is_floating_point() and x.dim() >= self.batched
-
     # ---- what is told
 
     def _examine(
         self, f: Callable[[State], State], z: State, leaves: list[Tensor], tol: float
-    ) -> None:
-        """Once for a cell in one mode: does it fit a solve?"""
-        mode = (
-            getattr(self.cell, "training", None),
-            torch.is_autocast_enabled(leaves[0].device.type),
-        )
-        key = (id(self.cell), *mode, *((leaf.device, leaf.dtype) for leaf in leaves))
+    ) -> bool:
+        """Once for a cell in one mode: does it fit a solve?  -> whether this one lost gradients"""
+        autocast = torch.is_autocast_enabled(leaves[0].device.type)
+        kinds = [(leaf.device, leaf.dtype) for leaf in leaves]
+        key = (id(self.cell), getattr(self.cell, "training", None), autocast, *kinds)
         if key in self._examined:
-            return
+            return False
         self._examined.add(key)
         parts = unsteady_parts(self.cell) if isinstance(self.cell, nn.Module) else []
         told: Warning | None = None
@@ -276,10 +255,14 @@ class DEQ(nn.Module):
                 f"solve may not converge: {'; '.join(parts)}"
             )
         elif len(leaves[0]) and not self._groups:
-            with contextlib.suppress(Exception):  # a check must not end what works without it
+            with warnings.catch_warnings(record=True) as said, contextlib.suppress(Exception):
+                warnings.simplefilter("always")  # a check must not end what works without it
                 told = examine(StateMap(StateSpace(z), f), z, self.cell, tol)
+            if any(REENTRANT in str(each.message) for each in said):
+                self._reentrant = id(self.cell)
         if told is not None:
             warnings.warn(told, stacklevel=1)
+        return self._reentrant == id(self.cell) and torch.is_grad_enabled()
 
     def _look_at_convergence(self, solution: Solution, solver: Solver) -> None:
         """Tell once that most samples fail; a look waits for the device, so looks are rare."""
@@ -303,7 +286,8 @@ class DEQ(nn.Module):
 
     def extra_repr(self) -> str:
         told = f"solver={self.solver}, gradient={self.gradient}"
-        told += "" if self.eval_solver is None else f", eval_solver={self.eval_solver}"
+        if self.eval_solver is not None:
+            told += f", eval_solver={self.eval_solver}"
         return told if self.batched else f"{told}, batched=False"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -317,15 +301,15 @@ class DEQ(nn.Module):
         self._of_thread = threading.local()
 
 
-@dataclass(frozen=True)
-class _Sharded:
-    """An f that the members of these process groups evaluate together (`gdeq.engine.choose`)."""
+def _is_real(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
 
-    f: Callable[[State], State]
-    groups: tuple[Any, ...]
 
-    def __call__(self, z: State) -> State:
-        return self.f(z)
+def _through_z(f: Callable[[State], State], z: State) -> State:
+    """f of a z that has gradients, without which reentrant checkpointing makes none for weights."""
+    if torch.is_grad_enabled():
+        z = pytree.tree_map(lambda z: z if z.requires_grad else z.detach().requires_grad_(), z)
+    return f(z)
 
 
 def _batch_of_one(z: State) -> State:

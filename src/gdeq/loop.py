@@ -1,21 +1,26 @@
-"""The one loop: every solver's steps, with stopping, freezing and the best iterate kept."""
+"""The one loop: every solver's steps, with stopping, freezing and the best iterate kept.
+
+`iterate` is the loop, `Measure` takes the norms of an iterate, and the `Ledger` keeps what is known
+of each sample: its residual, its verdict, and which iterate was best.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gdeq.ledger import Ledger, Measure
-from gdeq.operators import Inverse, norm
+from gdeq.operators import Inverse, norm, relative, safe_norms
 from gdeq.secants import Secants
 from gdeq.solution import Status
 from gdeq.solvers.base import Point, Solver, System, noise_level, select
 from gdeq.state import Vectorized
-from gdeq.together import anywhere
-from gdeq.tracing import host_may_look
+from gdeq.tracing import anywhere, host_may_look, look_is_free
+
+LEAST_PART = 1e-5  # how large a part of a state counts at least, beside the whole
 
 
 @dataclass
@@ -31,7 +36,6 @@ class Iterates:
     inverse: Inverse | None
     of_parts: Tensor | None = None  # (batch, parts) residuals, where they are judged one by one
     secants: Secants | None = None
-    state: Any = None  # what the solver learned
 
     @property
     def converged(self) -> Tensor:  # (batch,)
@@ -52,11 +56,6 @@ def iterate(
     that never meets it gets the iterate of smallest ‖g‖ seen, and the inverse estimate of that
     iterate.  With ``tol=0`` exactly ``max_iter`` steps are made, the last iterate is returned, and
     the host never waits for the device.
-
-    Of an affine f the relative residual is relative to ‖f(0)‖, as for a linear system, instead of
-    to max(‖f(z)‖, ‖z‖).
-
-    keep_secants: return the last secants of each sample.
     """
     measure = Measure(solver, system, z)
     fz = f(z)
@@ -82,8 +81,7 @@ def iterate(
             norms = measure(fz, *there)
             if not tries_left:
                 break
-            # NaN counts as worse.
-            worse = active & ~(norms.absolute < (1 - 1e-4) * ledger.absolute)
+            worse = active & ~(norms.absolute < (1 - 1e-4) * ledger.absolute)  # so NaN is worse
             if sees and not anywhere(worse):
                 break
             z = select(worse, (here.z + z) / 2, z)
@@ -94,7 +92,7 @@ def iterate(
             noise = noise_level(system.precision) * (norms.of_z + norms.absolute)
             secants.note(there.z - here.z, y, good & (norm(y) > noise))
         here, state = solver.learn(here, there, good, state)
-        if solver.linear_only:  # f was evaluated beside the iterate
+        if solver.linear_only:  # f was evaluated at a probe, not at the iterate
             norms = measure(fz, *here)
         better = ledger.note(step, good, norms)
         if ledger.watch:
@@ -110,4 +108,195 @@ def iterate(
     inverse = solver.inverse(state, at if ledger.watch else None)
     if secants is not None:
         secants.close(z, at == steps)
-    return Iterates(z, residual, steps, codes, history, evals, inverse, of_parts, secants, state)
+    return Iterates(z, residual, steps, codes, history, evals, inverse, of_parts, secants)
+
+
+class Norms(NamedTuple):
+    """Of one iterate of each sample."""
+
+    absolute: Tensor  # (batch,) ‖g‖
+    size: Tensor  # (batch,) max(‖f(z)‖, ‖z‖), or ‖f(0)‖ where f is affine
+    of_z: Tensor  # (batch,) ‖z‖
+    parts: Tensor | None = None  # (batch, parts) ‖g‖ of each part beside its size, if so judged
+
+    def relative(self) -> Tensor:  # -> (batch,)
+        whole = relative(self.absolute, self.size)
+        return whole if self.parts is None else torch.maximum(whole, self.parts.amax(1))
+
+    def residual(self, stop: str) -> Tensor:  # -> (batch,)
+        """What a solver with this ``stop`` judges by."""
+        return self.absolute if stop == "absolute" else self.relative()
+
+
+class Measure:
+    """Takes the norms of an iterate that a solver judges it by.
+
+    With ``stop="relative"`` each tensor of the state is judged beside its own size.
+    """
+
+    def __init__(self, solver: Solver, system: System, z: Tensor) -> None:  # (batch, d)
+        right, sizes = system.right, system.sizes or z.shape[1:]
+        self.scale = None if right is None else safe_norms(right)[0]
+        self.sizes = judged_sizes(solver.stop, sizes, linear=right is not None)
+        self.least = least_part(solver.tol, system.precision, z.dtype)
+        self.floor: Tensor | None = None  # (batch,) how large the whole state counts at least
+
+    def __call__(self, fz: Tensor, z: Tensor, g: Tensor | None = None) -> Norms:
+        """Of f(z), z and g = f(z) − z, (batch, d) each."""
+        g = fz - z if g is None else g
+        if self.scale is not None:
+            absolute, of_z = safe_norms(g, z)
+            return Norms(absolute, self.scale, of_z)
+        if len(self.sizes) == 1:
+            absolute, of_f, of_z = safe_norms(g, fz, z)
+            return Norms(absolute, self._size(of_f, of_z), of_z)
+        pieces = zip(*(x.split(self.sizes, dim=1) for x in (g, fz, z)), strict=True)
+        norms = [safe_norms(*piece) for piece in pieces]
+        each_g, each_f, each_z = (torch.stack(of_parts, 1) for of_parts in zip(*norms, strict=True))
+        absolute, of_f, of_z = safe_norms(each_g, each_f, each_z)
+        size = self._size(of_f, of_z)
+        own = torch.maximum(torch.maximum(each_f, each_z), self.least * size.unsqueeze(1))
+        return Norms(absolute, size, of_z, relative(each_g, own))
+
+    def starts_at(self, norms: Norms) -> None:
+        """Sets the floor for a z* of 0, beside which no g is small: the rounding of the first z."""
+        if self.scale is None:
+            self.floor = torch.finfo(norms.size.dtype).eps * norms.size
+
+    def _size(self, of_f: Tensor, of_z: Tensor) -> Tensor:  # (batch,) each
+        size = torch.maximum(of_f, of_z)
+        return size if self.floor is None else size.clamp(min=self.floor)
+
+
+def judged_sizes(stop: str, sizes: Sequence[int], linear: bool = False) -> list[int]:
+    """Of the parts of a state that are judged one by one; sizes: of its tensors."""
+    return list(sizes) if stop == "relative" and not linear else [sum(sizes)]
+
+
+def least_part(tol: float, precision: float, dtype: torch.dtype) -> float:
+    """How large, beside the whole state, a part of it counts at least.
+
+    Beside its own size, a part that is zero at the fixed point would never be solved, nor one that
+    the rounding of the others keeps in motion.
+    """
+    allowed = 0.5 * torch.finfo(dtype).eps / tol if tol else 0.0
+    return min(1.0, max(LEAST_PART, precision, allowed))
+
+
+class Ledger:
+    """All fields are ``(batch,)``; those of a sample that is no longer active do not change.
+
+    absolute, relative: ‖g‖, and ‖g‖ beside its size, or that of a part if it is larger;
+        ``residual`` is the one that the solver stops at.
+    parts: (batch, parts), if the state is judged by them.
+    linear: f is affine.  Then a g below the rounding of f at this z counts as that rounding.
+    best_step: of the iterate of smallest ‖g‖.  Beside a z that ran away, any g is relatively small.
+    """
+
+    def __init__(self, solver: Solver, precision: float, norms: Norms, linear: bool) -> None:
+        self.solver, self.precision, self.linear = solver, precision, linear
+        self.watch = solver.tol > 0
+        # A relative residual at this level is the rounding of f: half a unit in the last place.
+        self.rounding = 0.5 * precision
+        absolute, size, _, self.parts = norms
+        claimed = self._claimed(norms)
+        self.absolute, self.relative = absolute, norms._replace(absolute=claimed).relative()
+        self.first_absolute, self.first_size, self.peak = absolute, size, absolute
+        self.residual = self._residual()
+        finite = torch.isfinite(absolute) & torch.isfinite(size)
+        within = finite & self.watch & (self.residual <= solver.tol)
+        self.codes = torch.where(finite, Status.RUNNING, Status.NONFINITE_START)
+        self.codes = torch.where(within, Status.CONVERGED, self.codes)
+        self.active = finite & ~within
+        self.steps = torch.zeros_like(self.codes)
+        self.best_step, self.best_absolute = self.steps, claimed
+        self.best_residual, self.best_parts = self.residual, self.parts
+
+    def _claimed(self, norms: Norms) -> Tensor:  # -> (batch,)
+        """‖g‖, or the rounding of an affine f if that is more."""
+        if not self.linear:
+            return norms.absolute
+        return torch.maximum(norms.absolute, self.rounding * (norms.size + norms.of_z))
+
+    def _residual(self) -> Tensor:
+        return self.absolute if self.solver.stop == "absolute" else self.relative
+
+    def accepts(self, norms: Norms) -> Tensor:  # -> (batch,)
+        """The samples that take the step: still active, and f is finite where it leads."""
+        # False for infinity and NaN in either.
+        return self.active & (norms.absolute + norms.size < torch.inf)
+
+    def note(self, step: int, good: Tensor, norms: Norms) -> Tensor:
+        """Take in the iterate of a step for the ``good`` samples; says for which it is the best."""
+        looks = look_is_free(good.device)
+        absolute, size, _, parts = norms
+        claimed = self._claimed(norms)
+        before, relative = self.relative, norms._replace(absolute=claimed).relative()
+        self.absolute = torch.where(good, absolute, self.absolute)
+        self.relative = torch.where(good, relative, self.relative)
+        self.parts = _of_rows(good, parts, self.parts)
+        self.residual = self._residual()
+        self.steps = torch.where(self.active, step, self.steps)
+        self.codes = torch.where(self.active & ~good, Status.NONFINITE, self.codes)
+        self.active = good
+        if not self.watch:
+            return good
+        self.peak = torch.maximum(self.peak, self.absolute)  # of a frozen sample nothing changes
+        rounded = absolute < claimed if self.linear else self.relative <= self.rounding
+        ends = good & (rounded | (self.residual <= self.solver.tol))
+        if not looks or bool(ends.any()):  # a look is free on a CPU and mostly saves the work
+            self._close(good, good & rounded, before, size)
+        better = good & (claimed < self.best_absolute)
+        self.best_absolute = torch.where(better, claimed, self.best_absolute)
+        self.best_residual = torch.where(better, self.residual, self.best_residual)
+        self.best_parts = _of_rows(better, self.parts, self.best_parts)
+        self.best_step = torch.where(better, step, self.best_step)
+        return better
+
+    def _close(self, good: Tensor, rounded: Tensor, before: Tensor, size: Tensor) -> None:
+        tol = self.solver.tol
+        converged = good & (self.residual <= tol)
+        if self.solver.stop != "absolute" and not self.linear:
+            # A z that runs away makes any g look small beside it: slowly with f(z) = z + c, whose
+            # g is constant, or at once after a wild step, when g may even vanish in rounding.
+            hidden = self.precision * size > flight_limit(tol, self.precision) * self.peak
+            flown = hidden | (self.absolute > tol**0.5 * self.peak)
+            flown &= size > 10 * self.first_size
+            converged = converged & ~self._constant() & ~flown
+        at_rounding = rounded & ~converged & (self.relative >= before)
+        self.codes = torch.where(converged, Status.CONVERGED, self.codes)
+        self.codes = torch.where(at_rounding, Status.ROUNDING, self.codes)
+        self.active = good & ~converged & ~at_rounding
+
+    def _constant(self) -> Tensor:
+        return (self.absolute - self.first_absolute).abs() <= 1e-3 * self.first_absolute
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Codes, residual and parts of what is returned, and the step it belongs to."""
+        unfinished = self.codes.eq(Status.RUNNING)
+        out_of_steps = Status.MAX_STEPS if self.watch else Status.FIXED_STEPS
+        codes = torch.where(unfinished, out_of_steps, self.codes)
+        worse = unfinished & (self.absolute > self.first_absolute)
+        codes = torch.where(worse, Status.DIVERGED, codes)
+        stalled = unfinished & self._constant() & (self.relative > self.rounding)
+        codes = torch.where(stalled, Status.STALLED, codes)
+        if not self.watch:
+            # The step at which f was no longer finite was not taken.
+            at = self.steps - codes.eq(Status.NONFINITE).long()
+            return codes, self.residual, self.parts, at
+        missed = codes.ne(Status.CONVERGED) & codes.ne(Status.NONFINITE_START)
+        residual = torch.where(missed, self.best_residual, self.residual)
+        parts = _of_rows(missed, self.best_parts, self.parts)
+        return codes, residual, parts, torch.where(missed, self.best_step, self.steps)
+
+
+def _of_rows(mask: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor | None:
+    """``new`` where the mask holds.  (batch,), (batch, parts), (batch, parts) -> (batch, parts)"""
+    if new is None or old is None:
+        return None
+    return torch.where(mask.unsqueeze(1), new, old)
+
+
+def flight_limit(tol: float, precision: float) -> float:
+    """How large the rounding of f may be beside the largest ‖g‖ seen, if a far z is to count."""
+    return max(tol**0.5, min(1.0, 100 * precision))

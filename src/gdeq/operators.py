@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,22 +13,19 @@ from gdeq.state import State, StateSpace, full_precision
 from gdeq.tracing import look_is_free
 
 
-class Inverse:
+class Inverse(Protocol):
     """An estimate B⁻¹ of (∂f/∂z − I)⁻¹ for every sample; vectors are ``(batch, d)``."""
 
     @property
     def rank(self) -> int:
         """The largest number of rank-one terms that a sample holds."""
-        raise NotImplementedError
 
     @property
     def T(self) -> Inverse:
         """B⁻ᵀ; shares the stored vectors."""
-        raise NotImplementedError
 
     def matvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
         """B⁻¹x."""
-        raise NotImplementedError
 
     def negative_matvec(self, x: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
         """−B⁻¹x; operators that get the sign at no cost override it."""
@@ -45,7 +43,6 @@ class Inverse:
 
     def only(self, mask: Tensor) -> Inverse:  # (batch,)
         """The same for the samples of the mask, and −I for the others."""
-        raise NotImplementedError
 
     def step_length(self) -> Tensor | None:  # -> (batch,)
         """‖B⁻¹g‖ at the z that it belongs to, where the solver has left that."""
@@ -53,12 +50,10 @@ class Inverse:
 
     def as_matrix(self) -> Tensor:  # -> (batch, d, d)
         """Dense, for tests: d² numbers a sample."""
-        raise NotImplementedError
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
         """The long vectors that it keeps in memory."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -140,8 +135,7 @@ class StateInverse:
         if length is None:
             return None
         with torch.no_grad(), full_precision(self.space.device):
-            (size,) = safe_norms(self.space.pack(z))
-        return relative(length, size)
+            return relative(length, *safe_norms(self.space.pack(z)))
 
     def as_matrix(self) -> Tensor:  # -> (batch, d, d)
         """Dense, over the packed state; for tests."""
@@ -167,8 +161,8 @@ def norm(a: Tensor) -> Tensor:  # (batch, d) -> (batch,)
 def safe_norms(*vectors: Tensor) -> tuple[Tensor, ...]:  # (batch, d) each -> (batch,) each
     """Euclidean norms that are right also where squares over- or underflow; claims rest on them.
 
-    On a CPU a look at the plain norms is free and says whether, and for which samples, more care is
-    needed.  Elsewhere float32 is summed in float64.
+    On a CPU a look at the plain norms says whether more care is needed.  Elsewhere float32 is
+    summed in float64.
     """
     if vectors[0].device.type != "cpu" and vectors[0].dtype == torch.float32:
         wide = (torch.linalg.vector_norm(a, dim=1, dtype=torch.float64) for a in vectors)

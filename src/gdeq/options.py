@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar, dataclass_transform
 
@@ -29,17 +30,22 @@ def options(cls: type[T]) -> type[T]:
 
     @functools.wraps(build)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for key in kwargs:
-            if key not in names:
-                near = [ELSEWHERE[key]] if ELSEWHERE.get(key) in names else []
-                near += difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                listed = ", ".join(names) or "none"
-                raise TypeError(f"{made.__name__} has no option {key!r}{hint} (options: {listed})")
+        check_names(made.__name__, kwargs, names)
         build(self, *args, **kwargs)
 
     made.__init__ = checked
     return made
+
+
+def check_names(owner: str, given: Iterable[str], names: Sequence[str]) -> None:
+    """Raise for an option that is none of these, and name the nearest right one."""
+    for key in given:
+        if key not in names:
+            near = [ELSEWHERE[key]] if ELSEWHERE.get(key) in names else []
+            near += difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            listed = ", ".join(names) or "none"
+            raise TypeError(f"{owner} has no option {key!r}{hint} (options: {listed})")
 
 
 def check_integer(owner: object, name: str, minimum: int | None = None) -> None:

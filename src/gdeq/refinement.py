@@ -19,7 +19,7 @@ from gdeq.secants import Secants
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Point, change_seen, select
 from gdeq.state import Vectorized
-from gdeq.tracing import look_is_free
+from gdeq.tracing import anywhere, host_may_look, look_is_free
 
 # Broyden's inverse is trusted where it makes v at most this many times as long: after a long solve
 # it can be too long by orders of magnitude.
@@ -46,6 +46,7 @@ class Refinement:
     setback: float = 2.0
     growth: float = 5.0
     secants: Secants | None = None  # what the first w was made of
+    tolerance: float | None = None  # the first w with a residual of so many ‖v‖ is the result
 
 
 def minus_identity(x: Tensor) -> LowRankInverse:  # (batch, d)
@@ -94,9 +95,13 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
 
     Where the last residual is not the smallest, Broyden's model of I − Jᵀ has failed.  The last
     step is then a plain one, w + r, from the combination of all w that has the smallest residual.
+
+    With a tolerance, no more VJPs are spent once every sample has met it.
     """
     eps = torch.finfo(v.dtype).eps
+    size = norm(v)
     fits = good = torch.ones(len(v), dtype=torch.bool, device=v.device)
+    met = ~good  # the tolerance
     step, r = w, v
     seen: list[Point] = []  # every w, and its residual
     factors: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -104,6 +109,10 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
         before, r = r, v + vjp(w) - w
         good = good & torch.isfinite(norm(r))
         seen.append(Point(w, select(good, r, torch.full_like(r, torch.inf))))
+        if how.tolerance is not None:
+            met = met | (norm(seen[-1].g) <= how.tolerance * size)
+            if host_may_look(v.device) and not anywhere(~met):
+                break
         if count == 1 and how.secants is not None:
             fits = borne_out(w, v, r)
             inverse = how.secants.inverse(how.secants.misfit(w, v - r)).T.only(fits)
@@ -123,7 +132,7 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
             change = before - r
             best = dot(before, change).abs() / dot(change, change)
             most = how.overshoot * best.nan_to_num(1.0, 1.0).clamp(min=1.0)
-            bound = how.amplification * norm(r) * (norm(w) / norm(v))
+            bound = how.amplification * norm(r) * (norm(w) / size)
             share = torch.clamp(bound / norm(q), max=1.0).nan_to_num(1.0)  # 0/0: no step
             q = torch.where(share.unsqueeze(1) > 0, q, 0.0)  # it may not be finite
             longer = torch.where(sound, torch.clamp(longer, -most, most), 1.0)
@@ -132,29 +141,38 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
         factors.append((step, torch.where(sound, 1 / squared, 0.0), after))
         w, step = select(good, w + after, w), after
 
+    ws = [each for each, _ in seen]
     sizes = torch.stack([norm(residual) for _, residual in seen])  # (times, batch)
+    moved = norm(step)
     if how.secants is None:
-        other = _rows([each for each, _ in seen], sizes.argmin(dim=0))
+        other = _rows(ws, sizes.argmin(dim=0))
         short = norm(w) <= how.growth * norm(other)
         good = good & (short | (sizes[-1] <= how.setback * sizes.amin(dim=0)))
-        moved = torch.where(good, norm(after), 0.0)
+        moved = torch.where(good, moved, 0.0)
     else:
         good = good & (sizes[-1] <= sizes.amin(dim=0)) & (fits | (how.times > 1))
         # A look is free on a CPU, and mostly saves the work.
-        unused = look_is_free(v.device) and bool(good.all())
+        unused = look_is_free(v.device) and bool((good | met).all())
         start = Point(w, r) if unused else least_combination(seen, v)
         other = start.z + start.g
         # A plain step moves slow modes too little to show how far off they are.
-        moved = torch.where(good, norm(after), norm(start.g) * how.secants.slowest().clamp(min=1.0))
+        moved = torch.where(good, moved, norm(start.g) * how.secants.slowest().clamp(min=1.0))
     w = select(good, w, other)
+    residual = None
+    if how.tolerance is not None:
+        first = (sizes <= how.tolerance * size).int().argmax(dim=0)
+        w = select(met, _rows(ws, first), w)
+        residual = relative(sizes.gather(0, first.unsqueeze(0))[0], size)
+        residual = torch.where(met, residual, torch.inf)  # not that of this w, which is not known
     length = norm(w)
     # No step although there is a residual: nothing is known about the error.
     known = (moved > 0) & (length > 0) & torch.isfinite(length)
     error = torch.where(known, moved / length, torch.where(norm(r) == 0, 0.0, torch.inf))
+    error = torch.where(met, 0.0, error)  # it is the residual that tells
     sensitivity = None
     if how.secants is not None:
-        sensitivity = relative(how.secants.slowest() * norm(v), length).clamp(min=1.0)
-    return Cotangent(w, how.times, error=error, length=length, sensitivity=sensitivity)
+        sensitivity = relative(how.secants.slowest() * size, length).clamp(min=1.0)
+    return Cotangent(w, len(seen), residual, error=error, length=length, sensitivity=sensitivity)
 
 
 def least_combination(seen: list[Point], v: Tensor) -> Point:  # (batch, d)

@@ -62,7 +62,7 @@ def residual_penalty(f: Callable[[State], State], z: State) -> Tensor:
     on_vectors = StateMap(space, f)
     torch.clear_autocast_cache()
     with full_precision(space.device):
-        here = space.start(z).detach()
+        here = space.pack(z).detach()
         size = here.square().sum(1)
         squared = (on_vectors(here) - here).square().sum(1)
         relative = squared / torch.where(size > 0, size, 1.0)
@@ -109,7 +109,7 @@ def _linearize(f: Callable[[State], State], z: State) -> tuple[Tensor, Tensor]:
     """f at z with a graph from a fresh input: -> input (batch, d), output (batch, d)."""
     space = StateSpace(z)
     on_vectors = StateMap(space, f)  # under the autocast state of the caller
-    point = space.start(z).detach().requires_grad_()
+    point = space.pack(z).detach().requires_grad_()
     torch.clear_autocast_cache()
     with torch.enable_grad(), full_precision(space.device):
         out = on_vectors(point)

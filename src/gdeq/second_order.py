@@ -1,8 +1,8 @@
 """Second derivatives of a fixed point, for `gdeq.Implicit`.
 
 The gradient (∂f/∂θ)ᵀw depends on w and on z*, and both are fixed points that depend on θ.  A pass
-with create_graph=True gives w nodes of its own, as the fixed point of w = v + Jᵀw.  For z* there
-are the same two nodes around an evaluation of f of its own (`gdeq.adjoint`):
+with create_graph=True attaches w as the fixed point of w = v + Jᵀw.  For z* there are the same two
+nodes around an evaluation of f of its own (`gdeq.adjoint`):
 
     z* --> [input] --> f --> [output] --> [input] --> f --> [output] --> z*
 
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.adjoint import Evaluation, Link, Product, this_pass
-from gdeq.engine import Engine, Found, VectorAdjoint
+from gdeq.adjoint import THIRD, Evaluation, Link, Product, this_pass
+from gdeq.engine import Found, VectorAdjoint
 from gdeq.gradients import Gradient, Implicit
 from gdeq.solution import BackwardRecord
 from gdeq.state import State, StateMap, StateSpace, full_precision
@@ -33,9 +33,9 @@ def needed(gradient: Gradient) -> bool:
     return isinstance(gradient, Implicit) and gradient.double_backward
 
 
-def attach_twice(f: StateMap, found: Found, gradient: Implicit, engine: Engine) -> State:
+def attach_twice(f: StateMap, found: Found, gradient: Implicit) -> State:
     """`gdeq.adjoint.attach`, with second derivatives."""
-    first = replace(gradient, double_backward=False)
+    first, engine = replace(gradient, double_backward=False), found.solution.engine
     # The user's record is that of the outer evaluation.
     unseen = replace(found.solution, record=BackwardRecord())
     leaves = found.space.leaves(found.solution.z, "z", cast=False)
@@ -62,11 +62,10 @@ class _TwiceLink(Link):
             return super().input_gradients(products)
         space = self.found.space
         flat = space.join(products)
-        if self.awaits_product:
+        if isinstance(self.awaiting, VectorAdjoint):
             # The sum holds the Jᵀw of a first pass too.  Take it out; what is left of
             # v − w + Jᵀw is the residual of w, whose share makes up for what w lacks.
-            assert isinstance(self.adjoint, VectorAdjoint)
-            flat = flat + self.adjoint.shortfall()
+            flat = flat + self.awaiting.shortfall()
             self.forget()
         return list(space.split(flat, space.dtypes))
 
@@ -78,7 +77,6 @@ class _TwiceLink(Link):
         made, gradient, space = self.adjoint, self.gradient, self.found.space
         assert isinstance(made, VectorAdjoint)
         assert isinstance(gradient, Implicit)
-        assert made.unit is not None
         w, unit, inside = made.report.w, made.unit.unsqueeze(1), self.found.inside
         right = space.join(v) / unit
 
@@ -108,6 +106,6 @@ class _Notice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("gdeq.Implicit has first and second derivatives, no third")
+            raise RuntimeError(THIRD)
         ctx.link.second_pass = this_pass()
         return None, *grads, *(None for _ in grads)

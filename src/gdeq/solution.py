@@ -73,7 +73,6 @@ class Cotangent:
     vjps: int  # products with Jᵀ spent
     residual: Tensor | None = None  # (batch,) ‖v − (I − Jᵀ)w‖ / ‖v‖ where measured
     tolerance: float | None = None  # what the residual was to be brought under
-    fell_back: Tensor | None = None  # (batch,)
     error: Tensor | None = None  # (batch,) an estimate of ‖w − w*‖/‖w*‖
     floor: Tensor | None = None  # (batch,) what rounding alone may make of the residual
     length: Tensor | None = None  # (batch,) ‖w‖ where it is at hand
@@ -84,19 +83,11 @@ class Cotangent:
 class BackwardRecord:
     """What the last backward pass through this solution did.
 
-    ``residual`` is ‖(I − Jᵀ)w − v‖/‖v‖ per sample, None where it was not measured; where the
-    equation was solved, at least ``floor``, what rounding of Jᵀw alone may make of it.
-    ``error``, of `GDEQ` and `JFB` with ``refine``, is how far the last step moved w, ‖Δw‖/‖w‖, at
-    no extra cost; infinite where nothing is known.  ``sensitivity``, of `GDEQ` with ``refine``, is
-    ‖v‖/‖w‖ times the largest ‖Δz‖/‖Δg‖ of the forward solve, which is about ‖(I − J)⁻¹‖: how many
-    times the residual the error of w may be.
-
-    `sample_error` estimates the relative error of w from these, and `batch_error` is its mean.
-    Neither is a bound.  Over the maps of benchmarks/gradients.py fewer than one in a thousand
-    gradients of ``GDEQ(refine=1)``, 2 and 4 are off by more than twice `sample_error`.  It is
-    far too large where f has a single slow mode, which the refinement knows well.  In half
-    precision, and for `JFB`, there is no ``sensitivity``: maps with a broad range of slow modes
-    (graph propagation, Poisson–Boltzmann, Bratu, LASSO) can then be off by ten times as much.
+    `sample_error` estimates the relative error of w, and `batch_error` is its mean.  Neither is a
+    bound.  Over the maps of benchmarks/gradients.py fewer than one in a thousand gradients of
+    ``GDEQ(refine=1)``, 2 and 4 are off by more than twice `sample_error`.  It is far too large
+    where f has a single slow mode.  In half precision, and for `JFB`, there is no ``sensitivity``:
+    maps with a broad range of slow modes can then be off by ten times as much.
 
     In a step under `gdeq.capture` the tensors hold what the last replay left.
 
@@ -112,14 +103,15 @@ class BackwardRecord:
 
     gradient: str = ""
     vjps: int = 0  # products with Jᵀ spent on w; the pass through f to the parameters not counted
-    residual: Tensor | None = None  # (batch,)
+    residual: Tensor | None = None  # (batch,) ‖(I − Jᵀ)w − v‖/‖v‖ where measured
     converged: Tensor | None = None  # (batch,), where there was a tolerance
-    fell_back: Tensor | None = None  # (batch,): used JFB's gradient because their own was worse
     tolerance: float | None = None
-    error: Tensor | None = None  # (batch,)
-    floor: Tensor | None = None  # (batch,)
+    # (batch,) how far the last step of a refinement moved w, ‖Δw‖/‖w‖; infinite where not known
+    error: Tensor | None = None
+    floor: Tensor | None = None  # (batch,) what rounding of Jᵀw alone may make of the residual
     length: Tensor | None = None  # (batch,) ‖w‖ (‖v‖ where w is 0), if error or residual are known
-    sensitivity: Tensor | None = None  # (batch,)
+    # (batch,) ‖v‖/‖w‖ times the largest ‖Δz‖/‖Δg‖ of the forward solve, which is about ‖(I − J)⁻¹‖
+    sensitivity: Tensor | None = None
     done: bool = False
 
     def write(self, gradient: object, found: Cotangent) -> None:
@@ -127,7 +119,7 @@ class BackwardRecord:
         inner = getattr(gradient, "gradient", None)  # of Measured
         own = type(gradient).__name__
         self.gradient = own if inner is None else f"{own} {type(inner).__name__}"
-        for name in ("vjps", "fell_back", "tolerance", "error", "floor", "length", "sensitivity"):
+        for name in ("vjps", "tolerance", "error", "floor", "length", "sensitivity"):
             setattr(self, name, getattr(found, name))
         self.residual, self.converged = None, None
         if found.residual is not None:
@@ -164,9 +156,7 @@ class BackwardRecord:
     def batch_error(self) -> Tensor | None:  # ()
         """How far off the gradient of the batch is, about: the mean of `sample_error`.
 
-        A sample weighs as much as its w is long, which is its share in the gradient; all weigh the
-        same where ``length`` is not known.  It is infinite where a sample with a share has neither
-        a residual nor an error that is known.
+        A sample weighs as much as its w is long, which is its share in the gradient.
         """
         found = self.sample_error
         return None if found is None else mean_by_share(found, self.length)
@@ -175,16 +165,13 @@ class BackwardRecord:
         if not self.done:
             return "no backward pass yet"
         text = f"{self.gradient}: {count(self.vjps, 'VJP')}"
-        each, mean = self.sample_error, self.batch_error
-        if each is None or mean is None:
+        if (each := self.sample_error) is None:
             text += ", residual not measured"
         elif each.numel():
             what = "residual" if self.error is None else "error about"
-            text += f", {what} {mean.item():.1e} (largest {each.max().item():.1e})"
+            text += f", {what} {self.batch_error:.1e} (largest {each.max():.1e})"
         if self.converged is not None:
             text += f", {count(int((~self.converged).sum()), 'sample')} above the tolerance"
-        if self.fell_back is not None:
-            text += f", {int(self.fell_back.sum())} fell back to JFB"
         return text
 
 
@@ -200,8 +187,7 @@ class Solution:
     """A fixed point and how it was found.  Per-sample fields are tensors on the state's device.
 
     A sample that never meets its tolerance gets the z with the smallest ‖f(z) − z‖ that was seen,
-    which may be z0.  The relative residual does not decide that: if z runs away, it becomes small
-    although no fixed point is near.
+    which may be z0.
 
     Examples:
         >>> import torch, gdeq
@@ -240,10 +226,9 @@ class Solution:
 
         None for a solver that builds no inverse.  It is not a bound: B⁻¹ is accurate only in the
         directions in which the solve has moved.  On random linear maps the error was at most 5
-        times the estimate for 90 % of samples, and at most 6, 29, 400 or 6,000 times for smallest
-        singular values of I − ∂f/∂z of 0.1, 0.01, 0.001 or 0.0001 (benchmarks/gradients.py).  If
-        the residual is small and the estimate is not, z is not near a fixed point yet, and f may
-        have none.
+        times the estimate for 90 % of samples, and up to 6,000 times where I − ∂f/∂z was nearly
+        singular (benchmarks/gradients.py).  If the residual is small and the estimate is not, z is
+        not near a fixed point yet, and f may have none.
         """
         if self.inverse is None:
             return None
@@ -278,23 +263,20 @@ class Solution:
         if batch == 0:
             return "an empty batch; nothing to solve"
         most, evals = count(int(self.steps.max()), "step"), count(self.evals, "evaluation")
-        residual = self.residual.max().item()
         at_most, largest = ("at most ", "largest ") if self.batched else ("", "")
-        outcome = f"{at_most}{most}, {evals} of f, {largest}residual {residual:.1e}"
+        outcome = f"{at_most}{most}, {evals} of f, {largest}residual {self.residual.max():.1e}"
         if (error := self.error) is not None:
-            outcome += f", {largest}estimated error {error.max().item():.1e}"
+            outcome += f", {largest}estimated error {error.max():.1e}"
         ends = self.status
         if not self.batched:
             return f"one system, {ends[0]}: {outcome}"
-        if all(status in (Status.UNROLLED, Status.FIXED_STEPS) for status in ends):
-            return f"{count(batch, 'sample')}, not asked to converge: {outcome}"
-        if any(status is Status.FIXED_STEPS for status in ends):
-            lost = sum(status is not Status.FIXED_STEPS for status in ends)
-            first = f"{count(batch, 'sample')}, not asked to converge, {lost} lost: {outcome}"
+        samples, lost = count(batch, "sample"), batch - ends.count(Status.FIXED_STEPS)
+        if set(ends) <= {Status.UNROLLED, Status.FIXED_STEPS}:
+            return f"{samples}, not asked to converge: {outcome}"
+        if lost < batch:
+            lines = [f"{samples}, not asked to converge, {lost} lost: {outcome}"]
         else:
-            converged = int(self.converged.sum())
-            first = f"{converged} of {count(batch, 'sample')} converged in {outcome}"
-        lines = [first]
+            lines = [f"{int(self.converged.sum())} of {samples} converged in {outcome}"]
         for i, status in enumerate(ends):
             if status not in (Status.CONVERGED, Status.FIXED_STEPS):
                 residual, steps = self.residual[i].item(), int(self.steps[i])

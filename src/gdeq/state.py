@@ -52,6 +52,8 @@ class StateSpace:
                     f"{path} has dtype {leaf.dtype}; a state must be floating point "
                     "(use z0.float(), or torch.view_as_real for complex states)"
                 )
+            if leaf.layout != torch.strided:
+                raise StateTypeError(f"{path} is sparse; a state must be dense: use z0.to_dense()")
             if leaf.dim() == 0:
                 raise StateError(
                     f"{path} has no batch dimension; a state is (batch, ...): "
@@ -73,7 +75,12 @@ class StateSpace:
         self.dtypes = [leaf.dtype for _, leaf in named]
         self.sizes = [leaf.shape[1:].numel() for _, leaf in named]
         # An image in channels-last memory stays as it lies, or every call of f would move it.
-        self.channels_last = [_is_channels_last(leaf) for _, leaf in named]
+        self.channels_last = [
+            leaf.dim() == 4
+            and leaf.is_contiguous(memory_format=torch.channels_last)
+            and not leaf.is_contiguous()
+            for _, leaf in named
+        ]
         self.size = sum(self.sizes)
         self.dtype = torch.float32  # of the solvers' algebra: float32 or better
         for dtype in self.dtypes:
@@ -89,10 +96,7 @@ class StateSpace:
     # ---- between the user's state and its tensors
 
     def leaves(self, value: State, who: str, cast: bool) -> list[Tensor]:
-        """The tensors of a state of this form, checked.
-
-        who: what the value is, for errors.  cast: other floating-point dtypes are accepted.
-        """
+        """The tensors of ``who``, a state of this form; cast: other floating dtypes will do."""
         found, spec = pytree.tree_flatten(value)
         if spec != self.spec or not all(isinstance(leaf, Tensor) for leaf in found):
             found = self._in_order_of_z0(value, who)
@@ -116,8 +120,7 @@ class StateSpace:
         return found
 
     def _in_order_of_z0(self, value: State, who: str) -> list[Tensor]:
-        """Tensors are told by where they stand: keys of a dict may come in another order, and a
-        list may stand for a tuple."""
+        """Keys of a dict may come in another order, and a list may stand for a tuple."""
         named, _ = _named_leaves(value, who)
         by_path = {path.removeprefix(who): leaf for path, leaf in named}
         if by_path.keys() != set(self.paths):
@@ -182,12 +185,8 @@ class StateSpace:
         return part.reshape(batch, height, width, channels).permute(0, 3, 1, 2)
 
     def pack(self, z: State) -> Tensor:  # -> (batch, d)
-        """A state of this layout as one batched vector."""
-        return self.join(self.leaves(z, "the state", cast=True))
-
-    def start(self, z0: State) -> Tensor:  # -> (batch, d)
-        """`pack`, in memory of its own: what is found must not change with the user's z0."""
-        flat = self.pack(z0)
+        """A state of this layout as one batched vector, in memory of its own."""
+        flat = self.join(self.leaves(z, "the state", cast=True))
         return flat.clone() if len(self.sizes) == 1 else flat
 
     def unpack(self, flat: Tensor) -> State:  # flat: (batch, d)
@@ -207,8 +206,7 @@ class StateMap:
     def __init__(self, space: StateSpace, f: Callable[[State], State]) -> None:
         self.space, self.f = space, f
         self.kind = space.device.type
-        self.autocast = _autocast_enabled(self.kind)
-        self.autocast_dtype = torch.get_autocast_dtype(self.kind) if self.autocast else None
+        self.autocast_dtype = autocast_dtype(self.kind)
         self.precision = max(torch.finfo(dtype).eps for dtype in space.dtypes)
         if self.autocast_dtype and torch.float64 not in space.dtypes:  # which autocast leaves alone
             self.precision = max(self.precision, torch.finfo(self.autocast_dtype).eps)
@@ -238,7 +236,7 @@ class StateMap:
         versions = _versions(z)
         with (
             torch.autocast(self.kind, dtype=self.autocast_dtype)
-            if self.autocast
+            if self.autocast_dtype
             else contextlib.nullcontext()
         ):
             out = self.f(self.space.state(z))
@@ -247,7 +245,7 @@ class StateMap:
                 "f changed its argument z in place; the solver still needs it: use operations "
                 "that return a new tensor (nn.ReLU(inplace=False), z = z + ... for z += ...)"
             )
-        return self.space.leaves(out, "f(z)", cast=self.autocast)
+        return self.space.leaves(out, "f(z)", cast=self.autocast_dtype is not None)
 
 
 def _versions(leaves: Sequence[Tensor]) -> list[int | None]:
@@ -269,7 +267,7 @@ def detached(z: State) -> State:
 
 def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Outside autocast: the solvers' own algebra must not be rounded to half precision."""
-    if _autocast_enabled(device.type):
+    if autocast_dtype(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 
@@ -280,13 +278,11 @@ def _named_leaves(value: State, who: str) -> tuple[list[tuple[str, Tensor]], pyt
     named = [(who + pytree.keystr(path), leaf) for path, leaf in found]
     for path, leaf in named:
         if not isinstance(leaf, Tensor):
-            name = type(leaf).__name__
-            hint = (
-                f"; call torch.export.register_dataclass({name}) once" if is_dataclass(leaf) else ""
-            )
+            got = type(leaf).__name__
+            if is_dataclass(leaf):
+                got += f"; call torch.export.register_dataclass({got}) once"
             raise StateTypeError(
-                f"{path} must be a tensor or a tuple, list or dict of tensors, "
-                f"got {type(leaf).__name__}{hint}"
+                f"{path} must be a tensor or a tuple, list or dict of tensors, got {got}"
             )
     structure = pytree.tree_structure(value)
     if structure.num_leaves != len(named):  # PyTorch takes an instance of a subclass for a leaf
@@ -303,22 +299,11 @@ def _unnamed(value: State) -> State:
     return value
 
 
-class _Word(str):
-    """Prints without quotes."""
-
-    __slots__ = ()
-    __repr__ = str.__str__
-
-
 def _sketch(value: State) -> str:
-    return repr(pytree.tree_map(lambda _: _Word("tensor"), value))
+    return repr(pytree.tree_map(lambda _: "tensor", value)).replace("'tensor'", "tensor")
 
 
-def _is_channels_last(leaf: Tensor) -> bool:
-    dense = leaf.dim() == 4 and leaf.is_contiguous(memory_format=torch.channels_last)
-    return dense and not leaf.is_contiguous()
-
-
-def _autocast_enabled(device_type: str) -> bool:
-    available = torch.amp.autocast_mode.is_autocast_available(device_type)
-    return available and torch.is_autocast_enabled(device_type)
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """That of autocast as it is now on such a device; None where it is off."""
+    known = torch.amp.autocast_mode.is_autocast_available(kind)
+    return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None

@@ -55,10 +55,7 @@ def steady(module: nn.Module) -> list[str]:
 
 
 def unsteady_parts(module: nn.Module) -> list[str]:
-    """What in it is known to change from one evaluation to the next in this mode, and the remedy.
-
-    One sentence for each kind.
-    """
+    """What in it changes from one evaluation to the next in this mode: a sentence for each kind."""
     told = []
     for changes, why in UNSTEADY:
         for path, part in module.named_modules():
@@ -85,10 +82,7 @@ def _moves_spectral_norm(part: nn.Module) -> bool:
 
 
 UNSTEADY: tuple[tuple[Callable[[nn.Module], bool], str], ...] = (
-    (
-        _drops(nn.Dropout, *CHANNELWISE),
-        f"{DRAWS}use gdeq.VariationalDropout, or gdeq.steady(cell)",
-    ),
+    (_drops(nn.Dropout, *CHANNELWISE), f"{DRAWS}use gdeq.VariationalDropout, or gdeq.steady(cell)"),
     (_drops(nn.AlphaDropout, nn.FeatureAlphaDropout), f"{DRAWS}use gdeq.VariationalDropout"),
     (
         _drops(nn.MultiheadAttention, nn.RNNBase),

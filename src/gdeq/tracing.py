@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _functorch as functorch
 from torch.autograd import forward_ad
 
@@ -24,11 +24,12 @@ WHY = (
 _hidden = [False]
 
 
-class _Blind(threading.local):
-    on = False
+class _OfThread(threading.local):
+    blind = False  # nobody looks at values
+    groups: tuple[Any, ...] = ()  # of processes that evaluate f at the same time
 
 
-_blind = _Blind()
+_here = _OfThread()
 
 
 def host_may_look(device: torch.device) -> bool:
@@ -37,14 +38,14 @@ def host_may_look(device: torch.device) -> bool:
     Where this is False, compute both outcomes and select; elsewhere a look may save work.
     """
     if device.type == "cpu":
-        return not _blind.on
+        return not _here.blind
     recording = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
-    return not (_blind.on or _hidden[-1] or (recording is not None and recording()))
+    return not (_here.blind or _hidden[-1] or (recording is not None and recording()))
 
 
 def look_is_free(device: torch.device) -> bool:
     """Whether the host may look and need not wait: on a CPU."""
-    return device.type == "cpu" and not _blind.on
+    return device.type == "cpu" and not _here.blind
 
 
 @contextlib.contextmanager
@@ -60,16 +61,39 @@ def hidden() -> Iterator[None]:
 @contextlib.contextmanager
 def blind(wanted: bool = True) -> Iterator[None]:
     """While this is open, nobody in this thread looks at values, on a CPU neither."""
-    before = _blind.on
-    _blind.on = wanted or before
+    before = _here.blind
+    _here.blind = wanted or before
     try:
         yield
     finally:
-        _blind.on = before
+        _here.blind = before
 
 
 def is_blind() -> bool:
-    return _blind.on
+    return _here.blind
+
+
+@contextlib.contextmanager
+def together(groups: tuple[Any, ...]) -> Iterator[None]:
+    """While this is open, `anywhere` asks all members of these process groups.
+
+    An f that is sharded over processes is evaluated by all of them at the same time, so all must
+    make the same number of evaluations.
+    """
+    before, _here.groups = _here.groups, groups
+    try:
+        yield
+    finally:
+        _here.groups = before
+
+
+def anywhere(mask: Tensor) -> bool:
+    """Whether the mask holds for any sample, here or on a process that evaluates f with us."""
+    found = mask.any()
+    for group in _here.groups:
+        found = found.int()
+        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group)
+    return bool(found)
 
 
 def transforms() -> list[str]:
@@ -92,10 +116,7 @@ def without_values(leaves: Sequence[Tensor]) -> bool:
 def row_by_row(
     function: Callable[[list[Tensor]], Sequence[Tensor]], leaves: list[Tensor]
 ) -> Sequence[Tensor]:
-    """function(leaves); for each row of it where `torch.autograd` batches passes as one.
-
-    That is by an older kind of vmap, which knows few operations.
-    """
+    """function(leaves), for each row where `torch.autograd` batches passes by its older vmap."""
     if not any(map(functorch.is_legacy_batchedtensor, leaves)):
         return function(leaves)
     level = torch._C._vmapmode_increment_nesting() - 1
@@ -118,6 +139,12 @@ def is_transformed() -> bool:
 def is_traced() -> bool:
     """Whether the tensors of this call mean nothing after it."""
     return is_transformed() or torch.compiler.is_compiling()
+
+
+def values_are_there(leaves: Sequence[Tensor]) -> bool:
+    """Not while they are captured, compiled, exported, transformed or without memory."""
+    plain = all(type(leaf) in (Tensor, nn.Parameter) and not leaf.is_meta for leaf in leaves)
+    return plain and not is_traced() and host_may_look(leaves[0].device)
 
 
 def beneath(leaf: Tensor) -> Tensor:
@@ -146,9 +173,10 @@ def constant() -> Iterator[None]:
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """As `torch.compiler.disable`, which as a decorator would load the compiler with the library,
-    for longer than PyTorch itself.  Here that waits until another has loaded it, as
-    `torch.compile` does; before that there is nothing to be kept from."""
+    """As `torch.compiler.disable`, which would load the compiler with the library.
+
+    Here that waits until another has loaded it; before that there is nothing to be kept from.
+    """
     apart: list[Callable[P, T]] = []
 
     @functools.wraps(function)
@@ -167,8 +195,7 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _skip(wrapper: Any) -> None:
-    """This and the mark above are what the compiler does with wrappers of its own.  A version that
-    knows neither compiles the few lines of ours, anew for other arguments, and not the function."""
+    """This and the mark above are what the compiler does with wrappers of its own."""
     skip = getattr(sys.modules["torch._dynamo"].eval_frame, "skip_code", None)
     if skip is not None:
         skip(wrapper.__code__)

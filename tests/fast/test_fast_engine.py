@@ -322,7 +322,7 @@ def test_wherever_z0_lies_it_is_the_same_solve_and_z0_stays(solver, adjacent, ch
 
 
 def test_no_vector_is_made_of_z0_and_a_lent_one_is_not_copied(monkeypatch):
-    monkeypatch.setattr(StateSpace, "start", None)
+    monkeypatch.setattr(StateSpace, "pack", None)
     sweeps, build = [], fused.Sweep.__init__
 
     def built(made, *arguments, **more):
@@ -367,8 +367,8 @@ def test_an_f_may_write_where_the_solve_began_but_not_into_z(form):
     ],
 )
 def test_where_z_is_a_vector(solver, dtypes, monkeypatch):
-    begun, given = [], StateSpace.start
-    monkeypatch.setattr(StateSpace, "start", lambda *args: begun.append(1) or given(*args))
+    begun, given = [], StateSpace.pack
+    monkeypatch.setattr(StateSpace, "pack", lambda *args: begun.append(1) or given(*args))
     z0 = tuple(part.to(dtype) for part, dtype in zip(start(), dtypes, strict=True))
     with use("fast"):
         assert gdeq.fixed_point(cosines, z0, solver, JFB()).residual.isfinite().all()

@@ -20,7 +20,7 @@ from gdeq.fast.product import (
     secants_of_steps,
     weights,
 )
-from gdeq.ledger import Ledger, Measure
+from gdeq.loop import Ledger, Measure
 from gdeq.operators import norm
 from gdeq.solution import Status
 from gdeq.solvers.anderson import Anderson

@@ -33,8 +33,7 @@ from gdeq.fast.maps import FastMap
 from gdeq.fast.product import ProductInverse, Settled, Start
 from gdeq.gradients import GDEQ, JFB, Gradient
 from gdeq.holding import held_module
-from gdeq.ledger import judged_sizes
-from gdeq.loop import Iterates
+from gdeq.loop import Iterates, judged_sizes
 from gdeq.operators import relative, safe_norms
 from gdeq.refinement import LONGEST, Refinement
 from gdeq.solution import Cotangent
@@ -95,7 +94,7 @@ class FastEngine(Reference):
     def _place(self, start: Start, z0: State, space: FastSpace, lends: bool) -> None:
         """z0 as the sweep begins with it, in memory that f does not write to."""
         if not start.rounds_z:
-            start.z = space.start(z0).detach()
+            start.z = space.pack(z0).detach()
             return
         leaves = space.leaves(z0, "z0", cast=False)
         parts = space.as_parts(leaves).detach()
@@ -196,11 +195,9 @@ class FastEngine(Reference):
 
 
 @dataclass
-class TensorAdjoint:
+class TensorAdjoint(Adjoint):
     """w in the tensors of the state as they lie; no batched vector was made."""
 
-    w: list[Tensor]
-    report: Cotangent
     space: FastSpace
     v: Sequence[Tensor]
     size: Tensor  # (batch,) ‖v‖
@@ -250,7 +247,7 @@ def _gdeq(
         dtypes = {leaf.dtype for leaf in v} | set(vjp.dtypes)
         flat = space.join(v, next(iter(dtypes)) if len(dtypes) == 1 else None)
         report = Cotangent(known.T.negative_matvec(flat), 0)
-        return VectorAdjoint(space.split(report.w, vjp.dtypes), report, engine, space, flat)
+        return Adjoint(space.split(report.w, vjp.dtypes), report)
     if not gradient.refine or space.dtype != known.gram.dtype:
         return None
     if known.steps.shape[1] + gradient.refine > refinement.MOST_VECTORS:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -105,29 +103,18 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except Exception as problem:
-            if not isinstance(problem, expected()):
-                raise
+        except (files.LabError, OSError, UnicodeError) as problem:
             said = str(problem)
             if isinstance(problem, OSError) and problem.strerror:
                 said = f"{problem.filename or 'a file'}: {problem.strerror}"
             typer.secho(f"error: {files.shown(said)}", fg="red", err=True)
             raise typer.Exit(1) from problem
-        except Interrupted as stop:
-            typer.secho(files.shown(str(stop)), err=True)
-            raise typer.Exit(128 + stop.number) from stop
         except KeyboardInterrupt as stop:
-            typer.secho("interrupted", err=True)
-            raise typer.Exit(128 + signal.SIGINT) from stop
+            told = (str(stop), stop.number) if isinstance(stop, Interrupted) else ("interrupted", 2)
+            typer.secho(files.shown(told[0]), err=True)
+            raise typer.Exit(128 + told[1]) from stop
 
     return run
-
-
-def expected() -> tuple[type[Exception], ...]:
-    from gdeq.lab.bench import BenchError
-    from gdeq.lab.report import ReportError
-
-    return files.LabError, ReportError, BenchError, OSError, UnicodeError
 
 
 def tell(text: str) -> None:
@@ -296,6 +283,8 @@ def similarity(
     itself.  Everything is computed in float32.  The results replace those of the same epochs in the
     run's similarity.jsonl.
     """
+    from gdeq.lab.report.runs import read_run
+    from gdeq.lab.report.similarity import Similarity
     from gdeq.lab.training import runs
 
     found: dict[int, list[dict[str, Any]]] = {}
@@ -311,57 +300,31 @@ def similarity(
         records.append(record)
     if exact_tol > ROUGH:
         tell(f"warning: with --exact-tol {exact_tol:g} the exact gradient is a rough one")
+    every = [record for records in found.values() for record in records]
+    table = Similarity(read_run(run), "", every).table
+    if table.rows:
+        typer.echo(table.text())
     for epoch, records in found.items():
-        for text in similarity_lines(epoch, records, exact_tol):
+        for text in left_out(epoch, records, exact_tol):
             tell(text)
-    if not any(record["solved"] for records in found.values() for record in records):
+    if not any(record["solved"] for record in every):
         raise typer.Exit(1)
     tell(f"kept in {run / 'similarity.jsonl'}")
 
 
-def by_method(records: list[dict[str, Any]], where: str) -> dict[str, list[float]]:
-    """The cosines of each method that has any; where: with which exact gradient, "" or "_here"."""
-    found: dict[str, list[float]] = {}
-    for record in records:
-        if record[f"solved{where}"] and record[f"cosine{where}"] is not None:
-            found.setdefault(record["method"], []).append(record[f"cosine{where}"])
-    return found
-
-
-def similarity_lines(epoch: int, records: list[dict[str, Any]], exact_tol: float) -> Iterator[str]:
-    """What an epoch's records come to."""
-    head = f"epoch {epoch:3d}  "
-    for method, cosines in by_method(records, "").items():
-        middle = statistics.median(cosines)
-        yield f"{head}{method:14s}  cosine: median {middle:.4f}, least {min(cosines):.4f}"
-    mini = {r["batch"]: r for r in records}.values()
-    solved = [r for r in mini if r["solved"]]
-    if solved:
-        backward, forward, radius = (
-            max(r[key] for r in solved)
-            for key in ("exact_residual", "exact_forward_residual", "spectral_radius_max")
-        )
-        yield (
-            f"{head}the exact gradient's own residual at most {backward:.1e}, at an equilibrium "
-            f"solved to {forward:.1e}"
-        )
-        yield f"{head}spectral radius of ∂f/∂z there at most {radius:.3f}"
+def left_out(epoch: int, records: list[dict[str, Any]], exact_tol: float) -> Iterator[str]:
+    """A warning where samples of this epoch have no exact gradient."""
+    mini = {record["batch"]: record for record in records}.values()
     samples, left = sum(r["samples"] for r in mini), sum(r["solved"] for r in mini)
-    if left == samples:
-        return
-    for method, cosines in by_method(records, "_here").items():
+    if left < samples:
+        rest = "The cosines above are those of the others, which are the easier ones"
+        if not left:
+            rest = "None is left: raise --exact-tol (float32 comes to about 1e-6)"
         yield (
-            f"{head}{method:14s}  cosine with an exact backward pass from where the run's solver "
-            f"stops: median {statistics.median(cosines):.4f}"
+            f"warning: at epoch {epoch} {samples - left} of {samples} samples are left out: no "
+            f"equilibrium, or no exact gradient at it, was found to {exact_tol:.1e} "
+            f"(--exact-tol).  {rest}"
         )
-    rest = "The cosines above are those of the others, which are the easier ones"
-    if not left:
-        rest = "None is left: raise --exact-tol (float32 comes to about 1e-6)"
-    yield (
-        f"warning: at epoch {epoch} {samples - left} of {samples} samples are left out: no "
-        f"equilibrium, or no exact gradient at it, was found to {exact_tol:.1e} (--exact-tol).  "
-        f"{rest}"
-    )
 
 
 @app.command()
@@ -548,16 +511,6 @@ def get_data(
         place = datasets.prepare(name, data, source, move)
     own = name == "digits"
     tell(f"{name} comes with scikit-learn" if own else f"{name} is ready: {place}")
-
-
-@app.command()
-@plain_errors
-def info() -> None:
-    """Versions and devices."""
-    from gdeq.lab.training import folder
-
-    for key, value in {**folder.environment(), **folder.companions()}.items():
-        tell(f"{key:10s} {value}")
 
 
 def chosen(source: str | None, settings: list[str] | None, gradients: Sequence[str] = ()) -> Config:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import stat
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -121,16 +121,13 @@ def read(place: Path, limit: int) -> bytes:
     return data
 
 
-def gunzip(data: bytes | memoryview, limit: int) -> bytes:
-    """What a .gz file holds, of at most ``limit`` bytes."""
-    reader = zlib.decompressobj(wbits=31)
+def json_object(text: bytes | str) -> dict[str, Any] | None:
+    """None where it is none, or damaged."""
     try:
-        found = reader.decompress(data, limit)
-    except zlib.error as problem:
-        raise FileError(f"a file is not a .gz file: {problem}") from problem
-    if not reader.eof:
-        raise FileError(f"a .gz file is cut short, or more than {limit:,} bytes when unpacked")
-    return found
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class _Plain(yaml.SafeLoader):

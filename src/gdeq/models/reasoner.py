@@ -2,10 +2,12 @@
 
 The state is a vector for each cell, (batch, 81, width).  The equilibrium is found in segments: each
 starts where the last one ended, without its gradient, and each has an answer of its own to learn
-from (deep supervision, as in HRM and TRM).
+from (deep supervision, as in HRM and TRM).  With a `Carry`, segments go on over training steps.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +48,39 @@ class Attention(nn.Module):
         return self.merge(scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
-    """Attention and two layers on each cell, each followed by a norm (post-norm)."""
+class Mixing(nn.Module):
+    """Each cell hears the means of its row, its column and its box, of features of their own.
+
+    It costs a fraction of attention, and the answer moves with rows, bands and the like as well.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.look = Attention(width, heads)
+        self.project = nn.Linear(width, KINDS * width)
+        self.merge = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(KINDS))
+
+    def forward(self, h: Tensor) -> Tensor:  # (b, 81, d) -> (b, 81, d)
+        told = gelu(self.project(h)).unflatten(1, (3, 3, 3, 3))  # (b, band, row, stack, column, 3d)
+        over = ((3, 4), (1, 2), (2, 4))  # of a row, a column, a box: these places differ
+        means = [
+            part.mean(places, keepdim=True)
+            for part, places in zip(told.chunk(KINDS, dim=-1), over, strict=True)
+        ]
+        # Times 3, the mean of nine independent features has the size of one.
+        row, column, box = (3 * merge(m) for merge, m in zip(self.merge, means, strict=True))
+        heard: Tensor = (row + column + box).flatten(1, 4)
+        return heard
+
+
+MIXES: dict[str, type[nn.Module]] = {"attention": Attention, "mixing": Mixing}
+
+
+class Block(nn.Module):
+    """Attention or mixing and two layers on each cell, each followed by a norm (post-norm)."""
+
+    def __init__(self, width: int, heads: int, mix: str) -> None:
+        super().__init__()
+        self.look = MIXES[mix](width, heads)
         self.widen = nn.Linear(width, 4 * width)
         self.narrow = nn.Linear(4 * width, width)
 
@@ -63,13 +92,24 @@ class Block(nn.Module):
 class Cell(nn.Module):
     """f(z, x): some blocks on z + x.  The last norm keeps the state bounded."""
 
-    def __init__(self, width: int, heads: int, blocks: int) -> None:
+    def __init__(self, width: int, heads: int, blocks: int, mix: str) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(Block(width, heads, mix) for _ in range(blocks)))
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:  # (b, 81, d), (b, 81, d) -> (b, 81, d)
         made: Tensor = self.blocks(z + x)
         return made
+
+
+class Carry(NamedTuple):
+    """What a training step leaves for the next one, for each place in the batch.
+
+    A place is halted when its puzzle is solved or has had its time; then it takes a new one.
+    """
+
+    z: Tensor  # (b, 81, width)
+    age: Tensor  # (b,) segments spent on the puzzle
+    halted: Tensor  # (b,) bool
 
 
 class Reasoner(nn.Module):
@@ -77,8 +117,15 @@ class Reasoner(nn.Module):
 
     The answer is that of the last segment.
 
+    mix: how cells hear of each other, "attention" or "mixing".
     noise: in training, the first segment starts from noise of this size; otherwise from zeros.
+    patience: in training, a puzzle stays for at most so many segments, ``segments`` of them in a
+        step; the caller shows the same puzzle again until ``carry.halted``, and tells by `halt`
+        which are solved.  In a test all of them follow.  0: each step begins with new puzzles, and
+        a test has ``segments``.
     """
+
+    carry: Carry | None = None
 
     def __init__(
         self,
@@ -87,13 +134,18 @@ class Reasoner(nn.Module):
         blocks: int = 3,
         segments: int = 4,
         noise: float = 1.0,
+        mix: str = "attention",
+        patience: int = 0,
         solver: Solver | None = Broyden(max_iter=6, tol=0.0),  # noqa: B008 (frozen)
         gradient: Gradient = GDEQ(refine=1),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__()
-        self.segments, self.noise = segments, noise
+        if mix not in MIXES:
+            raise ValueError(f"mix must be one of {', '.join(MIXES)}, got {mix!r}")
+        self.segments, self.noise, self.patience = segments, noise, patience
+        self.test_segments = patience or segments
         self.embed = nn.Embedding(DIGITS + 1, width)
-        self.deq = DEQ(Cell(width, heads, blocks), solver, gradient)
+        self.deq = DEQ(Cell(width, heads, blocks, mix), solver, gradient)
         self.answer = nn.Linear(width, DIGITS)
 
     def forward(self, puzzles: Tensor, z: Tensor | None = None) -> Tensor:
@@ -101,11 +153,30 @@ class Reasoner(nn.Module):
         x = self.embed(puzzles)
         if z is None:
             z = self.start(x) if self.training else torch.zeros_like(x)
+            if self.training and self.patience:
+                z = self._carried(z)
         answers = []
-        for _ in range(self.segments):
+        for _ in range(self.segments if self.training else self.test_segments):
             z = self.deq(x, z0=z.detach())
             answers.append(self.answer(z))
+        if self.training and self.carry is not None:
+            self.carry.z.copy_(z.detach())
         return torch.stack(answers, 1)
+
+    def _carried(self, fresh: Tensor) -> Tensor:
+        """Where each place goes on; changed in place, for steps that are recorded."""
+        if self.carry is None or self.carry.z.shape != fresh.shape:
+            age = torch.zeros(len(fresh), dtype=torch.long, device=fresh.device)
+            self.carry = Carry(fresh.detach().clone(), age, torch.ones_like(age, dtype=torch.bool))
+        z, age, halted = self.carry
+        age.masked_fill_(halted, 0).add_(self.segments)
+        return torch.where(halted[:, None, None], fresh, z)
+
+    @torch.no_grad()
+    def halt(self, solved: Tensor) -> None:
+        """After a training step with `patience`: these are done, and those that had their time."""
+        assert self.carry is not None
+        self.carry.halted.copy_(solved | (self.carry.age >= self.patience))
 
     def start(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random state for each cell."""

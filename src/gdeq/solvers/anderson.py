@@ -65,7 +65,9 @@ class Anderson(Solver):
 
     def init(self, start: Point, system: System) -> AndersonState:
         batch, d = start.z.shape
-        dz, dg = start.z.new_zeros(2, batch, min(self.memory, self.max_iter), d)
+        shape = batch, min(self.memory, self.max_iter), d
+        # As views of one store they would keep the batch size of an ONNX program's example.
+        dz, dg = start.z.new_zeros(shape), start.z.new_zeros(shape)
         count = torch.zeros(batch, dtype=torch.long, device=dz.device)
         return AndersonState(dz, dg, count, system.precision)
 

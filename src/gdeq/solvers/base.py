@@ -43,13 +43,12 @@ class Solver:
 
     max_iter: the largest number of steps.
     tol: a sample is done when its residual is at most this; 0 runs exactly ``max_iter`` steps.
-    stop: "relative" compares ‖f(z) − z‖ with max(‖f(z)‖, ‖z‖), and in a state of several tensors
-        that of each with its own: the largest is the residual.  (A tensor that is smaller than
-        1e-5 of the whole state, or than what rounding leaves of it, counts as that large: little
-        is known of it.)  "whole" takes such a state as one vector, "absolute" takes ‖f(z) − z‖ as
-        it is.
-    check_every: look for the end of the batch only every so many steps (each look waits for the
-        device).  Samples freeze at the same step whatever this is; only time changes.
+    stop: "relative" compares ‖f(z) − z‖ with max(‖f(z)‖, ‖z‖), in a state of several tensors for
+        each of them (one that is smaller than 1e-5 of the whole state counts as that large): the
+        largest is the residual.  "whole" takes the state as one vector, "absolute" takes
+        ‖f(z) − z‖ as it is.
+    check_every: look for the end of the batch only every so many steps: each look waits for the
+        device.  Results do not change.
 
     Examples:
         >>> import torch, gdeq
@@ -113,8 +112,7 @@ def check_solver(solver: object, *, linear: bool = False) -> Solver:
 
 # A change of g counts as seen only if it is this many times the rounding of f; what is learned from
 # less is noise, and spoils an inverse that was good.  In half precision f rounds its result only,
-# not the sums in it, and the roundings of many entries average: little more than one is enough (for
-# a state of fewer than some sixteen numbers it is too little).
+# not the sums in it, and the roundings of many entries average: little more than one is enough.
 SEEN, SEEN_IN_HALF = 10.0, 1.25
 
 
@@ -132,7 +130,7 @@ def change_seen(g: Tensor, there: Point, precision: float) -> Tensor:  # (batch,
 def select(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:  # (batch,), (batch, d), (batch, d)
     """``new`` where the mask holds, ``old`` elsewhere; never mixes in NaN by multiplication."""
     if look_is_free(mask.device) and bool(mask.all()):
-        return new  # reading the mask costs nothing here and saves a pass over the state
+        return new  # this saves a pass over the state
     return torch.where(mask.unsqueeze(1), new, old)
 
 

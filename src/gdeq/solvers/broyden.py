@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gdeq.operators import Inverse, LowRankInverse, dot, norm, safe_norms
 from gdeq.options import check_integer, check_real, options
@@ -33,11 +34,8 @@ class BroydenState:
         return LowRankInverse(self.u[:, :used], self.v[:, :used], self.base)
 
     def grow(self, places: int) -> None:
-        batch, old, d = self.u.shape
-        for name in ("u", "v"):
-            larger = self.u.new_zeros(batch, places, d)
-            larger[:, :old] = getattr(self, name)
-            setattr(self, name, larger)
+        more = (0, 0, 0, places - self.u.shape[1])
+        self.u, self.v = pad(self.u, more), pad(self.v, more)
 
 
 @options
@@ -58,9 +56,8 @@ class Broyden(Solver):
     max_step: bound on ‖s‖ / max(‖z‖, 1); longer steps are shortened.
     line_search: how often a step that does not lower ‖g‖ may be halved (each costs one call of f).
     step_bits: on a GPU, where f computes in half precision, each step is kept as bfloat16 (16) or
-        in 8 bits, in units of the largest number of 1,024 neighbours over 127: half the memory and
-        less time, for an f whose numbers are of one size, as those of one that ends in a norm are.
-        Where neighbours differ by more than about a hundredfold the small ones hardly move, and
+        in 8 bits: half the memory and less time, for an f whose numbers are of one size, as those
+        of one that ends in a norm are.  Where neighbours differ by more than about a hundredfold
         the solve can diverge: look at ``solution.residual``.  Elsewhere it makes no difference.
 
     Examples:
@@ -92,7 +89,9 @@ class Broyden(Solver):
         batch, d = start.z.shape
         memory = min(self.memory or self.max_iter, self.max_iter)
         # With a tolerance most solves end early: the store starts small and grows with the steps.
-        u, v = start.z.new_zeros(2, batch, memory if self.tol == 0 else min(memory, 8), d)
+        shape = batch, memory if self.tol == 0 else min(memory, 8), d
+        # As views of one store they would keep the batch size of an ONNX program's example.
+        u, v = start.z.new_zeros(shape), start.z.new_zeros(shape)
         count = torch.zeros(batch, dtype=torch.long, device=u.device)
         bg = system.inverse.matvec(start.g) if system.inverse else -start.g
         lengths = [safe_norms(bg)[0]]

@@ -34,8 +34,8 @@ class GMRES(Solver):
 
     An inverse estimate B⁻¹ ≈ (∂f/∂z − I)⁻¹ = −A⁻¹ preconditions from the right: directions are
     −B⁻¹q instead of q, so what is minimised and reported stays the residual of the system itself.
-    They are made orthogonal to each other, which changes nothing but rounding: all may be long in
-    the one direction that A shortens most, and the image of a long vector has lost its digits.
+    They are made orthogonal to each other, or all could be long in the one direction that A
+    shortens most: the image of a long vector has lost its digits.
 
     Examples:
         >>> import torch, gdeq

@@ -1,8 +1,3 @@
-import sys
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "training"))
-
 from training_fixtures import gdeq
 
 __all__ = ["gdeq"]

@@ -12,8 +12,7 @@ FEW = ("--batch", "2", "--forward", "2", "--backward", "2", "--rounds", "1")
 
 
 def test_times_every_gradient(gdeq, tmp_path):
-    code, said = gdeq("bench", *FEW, "--peers", "float32", "--out", tmp_path / "bench")
-    assert code == 0, said
+    said = gdeq.ok("bench", *FEW, "--peers", "float32", "--out", tmp_path / "bench")
     found = json.loads((tmp_path / "bench" / "step.json").read_text())
     names = [f"gdeq: {name}" for name in ("gdeq", "gdeq refine 1", "jfb", "npg", "implicit")]
     peers = ("implicit", "implicit by a hook", "jfb")
@@ -30,27 +29,22 @@ def test_times_every_gradient(gdeq, tmp_path):
 
 
 def test_refuses_what_there_is_not(gdeq, tmp_path):
-    code, said = gdeq("bench", "--size", "huge")
-    assert code == 1
+    said = gdeq.refused("bench", "--size", "huge")
     assert "small" in said
     for peers in ("foo", "float32,foo", "none,foo"):
-        code, said = gdeq("bench", "--peers", peers)
-        assert code == 1
+        said = gdeq.refused("bench", "--peers", peers)
         assert "is no precision; write some of float32,tf32,bf16 with commas" in said
     (tmp_path / "file").write_text("")
     few = ("--batch", "2", "--forward", "1", "--backward", "1", "--rounds", "1")
-    code, said = gdeq("bench", *few, "--out", tmp_path / "file")
-    assert code == 1
+    said = gdeq.refused("bench", *few, "--out", tmp_path / "file")
     assert said == f"error: --out {tmp_path / 'file'} is a file, not a folder: choose another\n"
-    code, said = gdeq("bench", *few, "--out", tmp_path / "file" / "inner")
-    assert code == 1
+    said = gdeq.refused("bench", *few, "--out", tmp_path / "file" / "inner")
     assert f"error: cannot make the folder {tmp_path / 'file' / 'inner'}: Not a directory" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_says_what_to_do(gdeq):
-    code, said = gdeq("bench", "--device", "cuda")
-    assert code == 1
+    said = gdeq.refused("bench", "--device", "cuda")
     assert "PyTorch sees no GPU here; use --device cpu or --device auto" in said
 
 
@@ -102,8 +96,7 @@ def test_figures_have_a_fitting_prefix(amount, text):
 
 @pytest.mark.parametrize("cell", ["transformer", "convolution", "mlp"])
 def test_cells_of_plain_modules(gdeq, tmp_path, cell):
-    code, said = gdeq("bench", "--cell", cell, *FEW, "--out", tmp_path)
-    assert code == 0, said
+    said = gdeq.ok("bench", "--cell", cell, *FEW, "--out", tmp_path)
     found = json.loads((tmp_path / "step.json").read_text())
     assert found["setup"]["cell"] == cell
     names = {row["name"] for row in found["rows"]}
@@ -143,6 +136,5 @@ def test_cells_have_an_equilibrium(cell):
 
 
 def test_a_cell_that_there_is_not(gdeq):
-    code, said = gdeq("bench", "--cell", "gru")
-    assert code == 1
+    said = gdeq.refused("bench", "--cell", "gru")
     assert "--cell must be one of mdeq, transformer, convolution, mlp, got 'gru'" in said

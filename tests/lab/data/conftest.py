@@ -1,4 +1,3 @@
-import hashlib
 import http.server
 import sys
 import threading
@@ -7,7 +6,6 @@ import data_files
 import pytest
 
 from gdeq.lab.data.cifar10 import CIFAR10
-from gdeq.lab.data.fashion_mnist import FashionMNIST
 from gdeq.lab.data.sets import SETS
 
 NOWHERE = "http://127.0.0.1:9/cifar-10-binary.tar.gz"  # nothing listens on the discard port
@@ -30,20 +28,6 @@ def cifar10(monkeypatch):
         standard["pickle_md5"] = data_files.pickle_md5s()
         recipe = CIFAR10(**standard | options)
         monkeypatch.setitem(SETS, "cifar10", recipe)
-        return recipe
-
-    change()
-    return change
-
-
-@pytest.fixture
-def fashion(monkeypatch):
-    """Make "fashion-mnist" a set of seven images that nothing outside can supply."""
-
-    def change(**options):
-        sums = {n: hashlib.md5(d).hexdigest() for n, d in data_files.idx_files().items()}
-        recipe = FashionMNIST(**{"md5": sums, "url": "http://127.0.0.1:9"} | options)
-        monkeypatch.setitem(SETS, "fashion-mnist", recipe)
         return recipe
 
     change()

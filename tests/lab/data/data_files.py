@@ -1,6 +1,5 @@
-"""CIFAR-10 and Fashion-MNIST in every form they come in, with a few images per file."""
+"""CIFAR-10 in every form it comes in, with a few images per file."""
 
-import gzip
 import hashlib
 import io
 import json
@@ -96,28 +95,3 @@ def tar_of(path, entries, mode="w:gz"):
             info.size = len(data)
             archive.addfile(info, io.BytesIO(data))
     return path
-
-
-FASHION = {"train": 5, "t10k": 2}
-
-
-def idx_files():
-    """name -> the compressed file."""
-    random = np.random.default_rng(3)
-    made = {}
-    for part, count in FASHION.items():
-        images = random.integers(0, 256, (count, 28, 28), dtype=np.uint8)
-        labels = random.integers(0, 10, count, dtype=np.uint8)
-        head = struct.pack(">BBBB3I", 0, 0, 8, 3, count, 28, 28)
-        made[f"{part}-images-idx3-ubyte.gz"] = head + images.tobytes()
-        made[f"{part}-labels-idx1-ubyte.gz"] = (
-            struct.pack(">BBBBI", 0, 0, 8, 1, count) + labels.tobytes()
-        )
-    return {name: gzip.compress(data, mtime=0) for name, data in made.items()}
-
-
-def write_idx(folder):
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in idx_files().items():
-        (folder / name).write_bytes(data)
-    return folder

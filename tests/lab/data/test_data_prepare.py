@@ -11,7 +11,7 @@ import pytest
 from gdeq.lab.data import DataError, load, prepare, recipe
 from gdeq.lab.data.files import locked
 
-pytestmark = pytest.mark.usefixtures("cifar10", "fashion")
+pytestmark = pytest.mark.usefixtures("cifar10")
 
 
 def test_when_every_way_fails_all_are_listed(tmp_path, visible):

@@ -145,6 +145,18 @@ def test_batches_depend_on_seed_epoch_and_number_alone(some):
     assert not torch.equal(whole[0][1][0], next(batches(some).epoch(3))[1][0])
 
 
+def test_only_free_places_take_a_new_puzzle(some):
+    free = torch.arange(10) < 4
+    plain, held = batches(some), batches(some, free=lambda: free)
+    (_, first), (_, second) = list(plain.epoch(0))[:2]
+    found = [batch for _, batch in held.epoch(0)][:2]
+    for mine, one, two in zip(found[1], first, second, strict=True):
+        assert torch.equal(mine[:4], two[:4])
+        assert torch.equal(mine[4:], one[4:])
+    for mine, one in zip(found[0], first, strict=True):  # before any was seen all are new
+        assert torch.equal(mine, one)
+
+
 @pytest.mark.skipif(not REAL.is_file(), reason="the archive is not beside the repository")
 def test_the_real_ones(tmp_path):
     prepare("sudoku", tmp_path, REAL)

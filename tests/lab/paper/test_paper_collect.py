@@ -7,7 +7,7 @@ import statistics
 import pytest
 import report_runs
 
-from gdeq.lab.paper import collecting, plan, table2
+from gdeq.lab.paper import collecting, plan
 
 
 def make(folder, name, accuracy=None, seconds=100.0, **changes):
@@ -48,7 +48,7 @@ def row_of(text, label):
 
 
 def text_of(folder):
-    return table2.text(table2.make_columns(collecting.in_table(collecting.read_all(folder))))
+    return collecting.table2_text(collecting.table2(collecting.read_all(folder)))
 
 
 def some_of_it(folder):
@@ -95,7 +95,7 @@ def test_table_2(collected):
     assert own[6] == f"{220 / 101:.2f}×"
     assert own[7:] == ["92.01 / 93.08", "2.16×"]  # no pre-trained Implicit yet: no such column
     assert row_of(text, "JFB")[1] == "epoch 3 of 12"
-    assert row_of(text, "NPG")[1:3] == [table2.NOT_YET] * 2
+    assert row_of(text, "NPG")[1:3] == [collecting.NOT_YET] * 2
     many = sum(run.group == "table2" for run in plan.make_plan())
     assert f"table2     5 of {many} runs finished" in collecting.progress(collected)
 
@@ -158,7 +158,7 @@ def test_convergence(collected):
 def test_a_run_tested_every_tenth_epoch_is_drawn_only_where_no_other_is(partial):
     make(partial, "implicit-seed1", 93.9, 210.0, test_every=10)
     make(partial, "npg-seed0", 93.9, 210.0, test_every=10)
-    lines = collecting.convergence(collecting.in_table(collecting.read_all(partial))).series
+    lines = collecting.convergence(collecting.read_all(partial)).series
     found = [(line.label, line.run.name) for line in lines]
     assert [name for label, name in found if label == "Implicit"] == ["implicit-seed0"]
     assert ("NPG", "npg-seed0") in found
@@ -211,10 +211,9 @@ def test_the_record_has_a_page_of_its_own(tmp_path):
 
 def test_one_run_is_enough(gdeq, tmp_path):
     make(tmp_path, "npg-seed0", 91.0, epochs=2)
-    code, said = gdeq("paper", "collect", tmp_path)
-    assert code == 0, said
+    said = gdeq.ok("paper", "collect", tmp_path)
     assert row_of(said, "NPG")[1] == "91.00 (1 run)"
-    assert row_of(said, "GDEQ")[1:3] == [table2.NOT_YET] * 2
+    assert row_of(said, "GDEQ")[1:3] == [collecting.NOT_YET] * 2
     assert len(rows_of(tmp_path / "table2.csv")) == 1
     make(tmp_path, "gdeq-seed0", 92.0, epochs=2)
     assert gdeq("paper", "collect", tmp_path)[0] == 0
@@ -222,6 +221,5 @@ def test_one_run_is_enough(gdeq, tmp_path):
 
 
 def test_a_folder_without_runs(gdeq, tmp_path):
-    code, said = gdeq("paper", "collect", tmp_path)
-    assert code == 1
+    said = gdeq.refused("paper", "collect", tmp_path)
     assert "holds none of the paper's runs: make them with `gdeq paper run --out" in said

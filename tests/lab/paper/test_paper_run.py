@@ -21,14 +21,13 @@ def contents(folder):
 
 def state_of(said, name):
     """In the table at the end."""
-    return said[said.rindex("run      ") :].split(f"\n{name} ")[1].split()[0]
+    return said[said.rindex("\nrun ") :].split(f"\n{name} ")[1].split()[0]
 
 
 def test_runs_are_made_and_not_made_again(gdeq, tmp_path):
     out = tmp_path / "out"
     chosen = only("gdeq-seed0", "jfb-pretrained-seed0")
-    code, said = gdeq("paper", "run", "--out", out, *chosen, *SMALL)
-    assert code == 0, said
+    said = gdeq.ok("paper", "run", "--out", out, *chosen, *SMALL)
     for name in ("gdeq-seed0", "jfb-pretrained-seed0"):
         assert state_of(said, name) == "finished"
         summary = json.loads((out / name / "summary.json").read_text())
@@ -48,8 +47,7 @@ def test_runs_are_made_and_not_made_again(gdeq, tmp_path):
         r["method"] for r in found
     }
     before = contents(out)
-    code, said = gdeq("paper", "run", "--out", out, *chosen, *SMALL)
-    assert code == 0, said
+    said = gdeq.ok("paper", "run", "--out", out, *chosen, *SMALL)
     assert said == "2 of 2 runs finished\n"
     assert contents(out) == before
     assert training_runs.metrics(out / "gdeq-seed0") == records
@@ -64,11 +62,9 @@ def test_a_killed_run_goes_on_to_the_same_end(gdeq, zygote, tmp_path):
     assert child.wait() == -signal.SIGKILL
     assert not (run / "summary.json").exists()
     assert training_runs.checkpoints(run)
-    code, said = gdeq(*args, "--out", tmp_path / "out")
-    assert code == 0, said
+    said = gdeq.ok(*args, "--out", tmp_path / "out")
     assert "continuing at step" in said
-    code, said = gdeq(*args, "--out", tmp_path / "whole")
-    assert code == 0, said
+    said = gdeq.ok(*args, "--out", tmp_path / "whole")
     whole = tmp_path / "whole" / "gdeq-seed1"
     assert training_runs.metrics(run) == training_runs.metrics(whole)
     name = "weights.safetensors"
@@ -95,14 +91,12 @@ def test_a_run_that_diverges_is_noted_and_the_next_begun(gdeq, tmp_path):
     out = tmp_path / "out"
     wild = ["--set", "optimizer.lr=1e30", "--set", "optimizer.clip=null"]
     args = ("paper", "run", "--out", out, *only("jfb-seed0", "npg-seed0"), *SMALL, *wild)
-    code, said = gdeq(*args)
-    assert code == 0, said
+    said = gdeq.ok(*args)
     for name in ("jfb-seed0", "npg-seed0"):
         assert state_of(said, name) == "failed"
         assert "NaN" in json.loads((out / name / "failed.json").read_text())["reason"]
     before = contents(out)
-    code, said = gdeq(*args)
-    assert code == 0, said
+    said = gdeq.ok(*args)
     told = "failed before: npg-seed0, jfb-seed0; delete a folder to try that again\n"
     assert said == f"0 of 2 runs finished, 2 failed\n{told}"
     assert contents(out) == before
@@ -112,8 +106,7 @@ def test_other_settings_are_refused_before_anything_is_trained(gdeq, tmp_path):
     out = tmp_path / "out"
     args = ("paper", "run", "--out", out, *SMALL)
     assert gdeq(*args, *only("jfb-seed0"))[0] == 0
-    code, said = gdeq(*args, *only("gdeq-seed0", "jfb-seed0"), "--set", "optimizer.lr=0.5")
-    assert code == 1
+    said = gdeq.refused(*args, *only("gdeq-seed0", "jfb-seed0"), "--set", "optimizer.lr=0.5")
     assert "jfb-seed0 was made with other settings (optimizer.lr: 0.02 -> 0.5)" in said
     assert not (out / "gdeq-seed0").exists()
     # Housekeeping is no other experiment.
@@ -122,8 +115,7 @@ def test_other_settings_are_refused_before_anything_is_trained(gdeq, tmp_path):
 
 def test_the_bound_of_what_is_exact(gdeq, tmp_path):
     args = ("paper", "run", "--out", tmp_path / "out", *only("gdeq-seed0"), *SMALL)
-    code, said = gdeq(*args, "--exact-tol", "0")
-    assert code == 1
+    said = gdeq.refused(*args, "--exact-tol", "0")
     assert "--exact-tol must be above 0, got 0" in said
     assert not (tmp_path / "out").exists()
     assert gdeq(*args, "--exact-tol", "0.01")[0] == 0
@@ -133,16 +125,14 @@ def test_the_bound_of_what_is_exact(gdeq, tmp_path):
 
 def test_a_dry_run_lists_all_and_writes_nothing(gdeq, tmp_path):
     out = tmp_path / "out"
-    code, said = gdeq("paper", "run", "--out", out, *SMALL, "--dry-run")
-    assert code == 0, said
+    said = gdeq.ok("paper", "run", "--out", out, *SMALL, "--dry-run")
     assert len(said.splitlines()) == len(plan.make_plan())
     assert all(run.name in said for run in plan.make_plan())
     assert not out.exists()
 
 
 def test_a_dry_run_without_the_data_lists_all_and_says_what_is_missing(gdeq, tmp_path):
-    code, said = gdeq("paper", "run", "--data", tmp_path, "--dry-run")
-    assert code == 0, said
+    said = gdeq.ok("paper", "run", "--data", tmp_path, "--dry-run")
     assert "implicit-pretrained-seed2" in said
     assert "nothing can be begun: CIFAR-10 is not in" in " ".join(said.split())
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from report_runs import make_run
 
-from gdeq.lab import report
+from gdeq.lab import files, report
 from gdeq.lab.report import ReportError
 
 
@@ -55,10 +55,10 @@ def test_a_full_disk_keeps_the_earlier_page(tmp_path, monkeypatch):
     page.parent.mkdir()
     page.write_text("the earlier page")
 
-    def full(self, data):
-        raise OSError(28, "No space left on device", str(self))
+    def full(handle):
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(files, "sync", full)
     assert "No space left on device" in message([path], tmp_path / "out")
     assert page.read_text() == "the earlier page"
     assert not list(tmp_path.rglob("*.part"))

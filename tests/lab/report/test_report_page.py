@@ -5,7 +5,6 @@ import csv
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -150,12 +149,7 @@ def test_figures_tell_what_the_runs_hold(comparison):
     assert len(cosines) == 3 * 5 * 8
 
 
-def test_tables_as_csv(comparison):
-    table = read_csv(comparison[1].parent / "table.csv")
-    assert [line["method"] for line in table][:4] == ["Implicit", "JFB", "NPG", "GDEQ"]
-    assert float(table[3]["speedup"]) == pytest.approx(2.16)
-    assert table[3]["seeds_pretrained"] == "2"
-    assert table[4]["unfinished_without"] == "1"
+def test_the_runs_as_csv(comparison):
     runs = read_csv(comparison[1].parent / "runs.csv")
     wanted = "gradient,pretrain,seed,epochs,test_accuracy,ms_per_step,train_seconds"
     assert ",".join(list(runs[0])[:7]) == wanted
@@ -169,7 +163,6 @@ def test_a_task_with_a_metric_of_its_own(tmp_path):
     assert head[2] == "Test bits per character"
     assert "Speed and bits per character" in page.text
     assert "further left is faster, lower is better" in page.text
-    assert "first passed an accuracy" not in page.text
     assert gdeq[2] < implicit[2]  # by construction the better one
     assert (tmp_path / "out" / "figures" / "bits_per_character_time.csv").is_file()
     assert "test_bits_per_character" in read_csv(tmp_path / "out" / "runs.csv")[0]
@@ -249,9 +242,4 @@ def test_out_may_name_the_page(tmp_path):
     found = report.write([str(path)], tmp_path / "deep" / "my page.html")
     assert found == tmp_path / "deep" / "my page.html"
     assert Page(found.read_text()).tables["runs"][1][3] == "not started"
-    assert (tmp_path / "deep" / "table.csv").is_file()
-
-
-def test_matplotlib_is_imported_late():
-    for file in Path(report.__file__).parent.glob("*.py"):
-        assert not re.search(r"^(import|from) matplotlib", file.read_text(), re.MULTILINE), file
+    assert (tmp_path / "deep" / "runs.csv").is_file()

@@ -63,6 +63,13 @@ def test_it_learns(folder, tmp_path):
     assert told[-1]["test_loss"] < 0.8  # 2.2 by chance
 
 
+def test_it_learns_with_a_carried_state(folder, tmp_path):
+    more = ["model.mix=mixing", "model.segments=1", "model.patience=4", "optimizer.lr=1e-2"]
+    told = trained(tmp_path / "run", config(folder, "epochs=12", "model.width=24", *more))
+    assert told[-1]["test_loss"] < 1.5
+    assert told[-1]["train_loss"] < told[0]["train_loss"]
+
+
 def test_resumed_it_is_the_same(folder, tmp_path):
     steady = ["optimizer.schedule=constant", "optimizer.warmup=0"]
     trained(tmp_path / "whole", config(folder, "epochs=2", *steady))
@@ -87,6 +94,8 @@ def test_solved_is_all_cells_of_the_last_segment():
         ("revealed=[3]", "revealed must be two numbers such as"),
         ("model.heads=5", "must be a multiple of heads"),
         ("test=all", "test must be"),
+        ("model.mix=mlp", "mix must be"),
+        ("model.patience=-1", "patience must be"),
     ],
 )
 def test_wrong_settings_are_named(setting, message):

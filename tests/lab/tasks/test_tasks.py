@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from training_runs import assert_same_run, metrics, start_all, steps_seen, wait_until
+from training_runs import assert_same_run, metrics, run_all, steps_seen, wait_until
 
 from gdeq.lab.tasks import chars, registry
 from gdeq.lab.training import config as configs
@@ -89,8 +89,7 @@ def my_task(tmp_path_factory):
 def whole(tmp_path_factory, zygote, my_task):
     """A run of it that nobody stopped."""
     folder = tmp_path_factory.mktemp("whole")
-    code, said = zygote.run(folder / "log", "train", my_task, *SMALL, "--out", folder / "run")
-    assert code == 0, said
+    said = zygote.ok(folder / "log", "train", my_task, *SMALL, "--out", folder / "run")
     assert "epoch 3/3: test share right 0." in said
     assert '"test_share_right"' in said
     return folder / "run"
@@ -110,11 +109,9 @@ def test_settings_of_ones_own(my_task, gdeq):
         "data=digits": "there is no setting 'data'",
         "width=wide": "width must be int, got 'wide'",
     }.items():
-        code, said = gdeq("train", my_task, setting, "--dry-run")
-        assert code == 1
+        said = gdeq.refused("train", my_task, setting, "--dry-run")
         assert message in said
-    code, said = gdeq("train", my_task, "--dry-run")
-    assert code == 0, said
+    said = gdeq.ok("train", my_task, "--dry-run")
     assert "data set: 40 train and 20 test points" in said
     assert "would train into runs/my_task-gdeq-seed0-" in said
 
@@ -126,8 +123,7 @@ def test_killed_and_resumed_it_is_the_same_to_the_bit(tmp_path, zygote, my_task,
     if wait_until(lambda: steps_seen(run) >= moment, child):
         child.kill(signal.SIGKILL)
     child.wait()
-    code, said = zygote.run(tmp_path / "log", "train", "--resume", run)
-    assert code == 0, said
+    zygote.ok(tmp_path / "log", "train", "--resume", run)
     assert_same_run(run, whole)
 
 
@@ -146,19 +142,16 @@ def test_interrupted_it_is_saved_first(tmp_path, zygote, my_task, whole):
 
 def test_it_is_evaluated_compared_and_reported(tmp_path, gdeq, my_task, whole):
     summary = json.loads((whole / "summary.json").read_text())
-    code, said = gdeq("evaluate", whole)
-    assert code == 0, said
+    said = gdeq.ok("evaluate", whole)
     assert f"test share right {summary['test_share_right']:.4f}, loss" in said
     assert "20 points" in said
     run = tmp_path / "run"
     shutil.copytree(whole, run)
-    code, said = gdeq("similarity", run, "--batches", "1", "--batch-size", "8")
-    assert code == 0, said
+    said = gdeq.ok("similarity", run, "--batches", "1", "--batch-size", "8")
     records = [json.loads(line) for line in (run / "similarity.jsonl").read_text().splitlines()]
     assert {r["solved"] for r in records} == {8}
     assert all(r["cosine"] > 0.999 for r in records if r["method"] == "Implicit")
-    code, said = gdeq("report", run, "--out", tmp_path / "page")
-    assert code == 0, said
+    said = gdeq.ok("report", run, "--out", tmp_path / "page")
     (page,) = (tmp_path / "page").glob("*.html")
     assert "my_task" in page.read_text()
 
@@ -167,8 +160,7 @@ def test_budgets_adapt_and_averages_and_penalties_work(tmp_path, gdeq, my_task):
     settings = [*SMALL, "adapt.enabled=true", "solver.tol=0", "adapt.every=1", "ema=0.5"]
     settings += ["adapt.steps=[2,3]", "adapt.refine=[0,1]", "adapt.forward=1e-9"]
     settings += ["residual_weight=0.1", "residual_every=1", "pretrain_steps=2", "optimizer=muon"]
-    code, said = gdeq("train", my_task, *settings, "--out", tmp_path / "run")
-    assert code == 0, said
+    gdeq.ok("train", my_task, *settings, "--out", tmp_path / "run")
     changes = [r for r in metrics(tmp_path / "run") if r["kind"] == "adapt"]
     assert changes[-1]["max_iter"] == 3
     assert changes[-1]["residual_weight"] > 0.1
@@ -176,8 +168,7 @@ def test_budgets_adapt_and_averages_and_penalties_work(tmp_path, gdeq, my_task):
 
 def test_two_processes_share_it(tmp_path, zygote, my_task, whole):
     run = tmp_path / "run"
-    children = start_all(zygote, tmp_path, 2, "train", my_task, *SMALL, "--out", run)
-    assert [child.wait() for child in children] == [0, 0], (tmp_path / "log0").read_text()
+    run_all(zygote, tmp_path, 2, "train", my_task, *SMALL, "--out", run)
     for one, other in zip(metrics(run), metrics(whole), strict=True):
         for key in ("loss", "train_loss", "test_loss"):
             if key in other:
@@ -199,8 +190,7 @@ def test_two_processes_share_it(tmp_path, zygote, my_task, whole):
 )
 def test_a_file_that_defines_no_task(tmp_path, gdeq, text, message):
     (tmp_path / "bad.py").write_text(text)
-    code, said = gdeq("train", tmp_path / "bad.py", "device=cpu", "--out", tmp_path / "run")
-    assert code == 1
+    said = gdeq.refused("train", tmp_path / "bad.py", "device=cpu", "--out", tmp_path / "run")
     assert message in said.replace("\n", " ")
     assert not (tmp_path / "run").exists()
 
@@ -210,17 +200,14 @@ def test_losses_are_one_per_sample(tmp_path, gdeq, my_task):
     text = my_task.read_text()
     path.write_text(text.replace('reduction="none"', 'reduction="mean"'))
     assert path.read_text() != text
-    code, said = gdeq("train", path, *SMALL, "--out", tmp_path / "run")
-    assert code == 1
+    said = gdeq.refused("train", path, *SMALL, "--out", tmp_path / "run")
     assert "one loss per sample, shape (batch,), got ()" in said
 
 
 def test_a_task_that_is_not_there(tmp_path, gdeq):
-    code, said = gdeq("train", tmp_path / "none.py")
-    assert code == 1
+    said = gdeq.refused("train", tmp_path / "none.py")
     assert f"cannot read the task {tmp_path / 'none.py'}: there is no such file" in said
-    code, said = gdeq("train", "task=sounds")
-    assert code == 1
+    said = gdeq.refused("train", "task=sounds")
     assert (
         "there is no task 'sounds': write images, chars, sudoku, or the path of a .py file" in said
     )
@@ -264,8 +251,7 @@ def test_a_language_model_beats_its_baseline(tmp_path, gdeq, monkeypatch):
     whole = chars.corpus()
     monkeypatch.setattr(chars, "corpus", lambda: "the cat sat on the mat; " * 300 + whole[:3000])
     settings = ["epochs=4", "width=16", "window=24", "optimizer.lr=1e-2", "device=cpu"]
-    code, said = gdeq("train", "chars", *settings, "--out", tmp_path / "run")
-    assert code == 0, said
+    said = gdeq.ok("train", "chars", *settings, "--out", tmp_path / "run")
     assert "bits per character of the test text by counts" in said
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["metric"]["name"] == "bits_per_character"

@@ -9,6 +9,5 @@ __all__ = ["few_images", "gdeq", "reference", "zygote"]
 def reference(tmp_path_factory, zygote):
     """One uninterrupted run with everything that has a state."""
     folder = tmp_path_factory.mktemp("reference")
-    code, said = zygote.run(folder / "log", "train", *training_runs.RICH, "--out", folder / "run")
-    assert code == 0, said
+    zygote.ok(folder / "log", "train", *training_runs.RICH, "--out", folder / "run")
     return folder / "run"

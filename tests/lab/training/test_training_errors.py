@@ -22,8 +22,7 @@ BUILD = Images.model
 
 
 def refused(gdeq, *args):
-    code, said = gdeq(*args)
-    assert code == 1, said
+    said = gdeq.refused(*args)
     assert "error: " in said
     assert "Traceback" not in said
     return said.replace("\n", " ")
@@ -96,15 +95,9 @@ def test_an_unknown_key_suggests_the_right_one(gdeq, setting, nearest):
         ("task=" + "x" * 5000 + ".py", "cannot read the task xxx"),
         ("data=\x1b[31mred", "cannot read the value '\\x1b[31mred'"),
         ("timeout_seconds=0", "error: timeout_seconds must be at least 1"),
-        (
-            "solver=picard",
-            "solver=picard builds none; use solver=broyden, gradient.refine=1 (which",
-        ),
+        ("solver=picard", "=picard builds none; use solver=broyden, gradient.refine=1 (which"),
         ("solver=anderson", "=anderson builds none; use solver=broyden, gradient.refine=1 (which"),
-        (
-            "gradient.tolerance=-1",
-            "error: gradient.tolerance must be above 0 and at most 1, got -1.0",
-        ),
+        ("gradient.tolerance=-1", "tolerance must be above 0 and at most 1, got -1.0"),
     ],
 )
 def test_a_value_that_does_not_fit(gdeq, setting, message):
@@ -114,18 +107,10 @@ def test_a_value_that_does_not_fit(gdeq, setting, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            ["gradient=implicit", "gradient.refine=2"],
-            "gradient.refine is read by gradient=gdeq and gradient=jfb alone, and this is "
-            "gradient=implicit: leave gradient.refine out, or choose gradient=gdeq",
-        ),
+        (["gradient=implicit", "gradient.refine=2"], "alone, and this is gradient=implicit: leave"),
         (["gradient={name: implicit, refine: 2}"], "gradient.refine is read by gradient=gdeq"),
         (["gradient.tol=1e-3"], "gradient.tol is read by gradient=implicit alone"),
-        (
-            ["gradient.steps=3"],
-            "gradient.steps is read by gradient=npg and gradient=unrolled alone, and this is "
-            "gradient=gdeq",
-        ),
+        (["gradient.steps=3"], "read by gradient=npg and gradient=unrolled alone, and this is gra"),
         (["solver=picard", "gradient=jfb", "solver.memory=3"], "solver.memory is read by"),
         (["optimizer.momentum=0.5"], "is read by optimizer=sgd and optimizer=muon alone, and this"),
         (["optimizer.adam_lr=0.5"], "is read by optimizer=muon alone, and this is optimizer=adam"),
@@ -138,10 +123,11 @@ def test_a_setting_that_nothing_reads(gdeq, settings, message):
 def test_a_resumed_run_refuses_what_it_does_not_read(gdeq, tmp_path):
     begun(tmp_path, "gradient=implicit")
     said = refused(gdeq, "train", "--resume", tmp_path, "gradient.refine=2")
-    assert "gradient.refine is read by gradient=gdeq and gradient=jfb alone" in said
+    assert "gradient.refine is read by gradient=gdeq and gradient=jfb alone, and this is " in said
+    assert "gradient=implicit: leave gradient.refine out, or choose gradient=gdeq" in said
 
 
-PRESETS = "digits, fashion-mnist, cifar10, cifar10-fast, cifar10-paper, cifar10-adaptive, chars"
+PRESETS = "digits, cifar10, cifar10-fast, cifar10-paper, cifar10-adaptive, chars"
 
 
 @pytest.mark.parametrize(
@@ -153,10 +139,7 @@ PRESETS = "digits, fashion-mnist, cifar10, cifar10-fast, cifar10-paper, cifar10-
         (["train", "cifar-10"], f"'cifar-10' is neither a preset ({PRESETS}"),
         (["train", "cifar-10"], "did you mean 'cifar10'?"),
         (["train", "none.yaml"], "cannot read none.yaml: No such file"),
-        (
-            ["compare", "gradient=jfb"],
-            "takes the gradients implicit, jfb, npg, gdeq in turn; leave",
-        ),
+        (["compare", "gradient=jfb"], "the gradients implicit, jfb, npg, gdeq in turn; leave"),
     ],
 )
 def test_an_argument_that_does_not_fit(gdeq, tmp_path, monkeypatch, arguments, message):
@@ -200,21 +183,30 @@ def test_a_path_that_no_file_can_have(gdeq, tmp_path, monkeypatch, name, command
 
 
 SETTINGS = [*all_keys(ImageConfig), "solver", "model", "nothing", "adapt.steps.x", "", "."]
-PIECES = ["[", "]", "{", "}", ": ", ",", "&a", "*a", "!!int", "!!binary", "~", "1e400", "-0x1", "é"]
-PIECES += [
+PIECES = [
+    "[",
+    "]",
+    "{",
+    "}",
+    ",",
+    "&a",
+    "*a",
+    "!!int",
+    "!!binary",
+    "~",
+    "1e400",
+    "-0x1",
+    "é",
     "2001-13-45",
     "?",
     "|",
     ">",
     "'",
-    '"',
-    "\0",
-    "\udc80",
-    "9" * 400,
     "true",
     "small",
     "1:60",
 ]
+PIECES += [": ", '"', "\0", "\udc80", "9" * 400]
 
 
 @settings(max_examples=300, deadline=None)
@@ -239,7 +231,7 @@ def test_an_interrupt_while_it_is_imported(tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     paths = [str(tmp_path), *sys.path]
     done = subprocess.run(
-        [sys.executable, "-m", "gdeq", "info"],
+        [sys.executable, "-m", "gdeq", "data"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
@@ -290,14 +282,6 @@ def test_a_run_that_is_there_can_be_continued(gdeq, tmp_path, few_images):
     assert f"continue it with `gdeq train --resume {tmp_path}`, or choose another folder" in said
 
 
-def test_a_comparison_names_its_own_option(gdeq, tmp_path, few_images):
-    (tmp_path / "jfb-seed0").mkdir()
-    (tmp_path / "jfb-seed0" / "thesis.txt").write_text("years of work")
-    said = refused(gdeq, "compare", *TINY, "--no-pretraining", "--out", tmp_path)
-    assert "jfb-seed0 exists already" in said
-    assert "choose another folder with --out" in said
-
-
 def test_a_file_where_the_run_folder_should_be(gdeq, tmp_path, few_images):
     (tmp_path / "file").write_text("")
     said = refused(gdeq, "train", *TINY, "--out", tmp_path / "file")
@@ -321,8 +305,7 @@ def test_a_place_where_nothing_may_be_written(gdeq, tmp_path, few_images):
 
 def test_what_was_killed_before_it_began_may_begin_again(gdeq, tmp_path, few_images):
     (tmp_path / "config.yaml.part").write_text("epo")
-    code, said = gdeq("train", *TINY, "epochs=1", "--out", tmp_path)
-    assert code == 0, said
+    gdeq.ok("train", *TINY, "epochs=1", "--out", tmp_path)
 
 
 @pytest.mark.parametrize("command", [["train", "--resume"], ["evaluate"], ["similarity"]])
@@ -421,19 +404,18 @@ def expanding(task):
 
 
 def test_a_solver_that_stops_converging_is_told(gdeq, tmp_path, few_images, monkeypatch):
-    code, said = gdeq("train", *TINY, "epochs=1", "--out", tmp_path / "good")
-    assert code == 0
+    said = gdeq.ok("train", *TINY, "epochs=1", "--out", tmp_path / "good")
     assert "warning" not in said
     monkeypatch.setattr(Images, "model", expanding)
     settings = [*TINY, "epochs=1", "gradient=jfb", "solver=picard"]
-    code, said = gdeq("train", *settings, "--out", tmp_path / "bad")
-    assert code == 0, said  # it may recover: a warning, not an end
+    said = gdeq.ok(
+        "train", *settings, "--out", tmp_path / "bad"
+    )  # it may recover: a warning, not an end
     assert "warning: the solver no longer converges (mean residual" in said
     assert "at step 1): raise solver.max_iter" in said
     assert "residual_weight=5" in said
     # While it is unrolled there is no solver to complain of.
-    code, said = gdeq("train", *settings, "pretrain_steps=3", "--out", tmp_path / "unrolled")
-    assert code == 0
+    said = gdeq.ok("train", *settings, "pretrain_steps=3", "--out", tmp_path / "unrolled")
     assert "the solver no longer converges" not in said
     assert "warning: all 3 steps are unrolled" in said
 

@@ -23,8 +23,7 @@ LONG = [*RICH, "epochs=8"]
 @pytest.fixture(scope="module")
 def long_reference(tmp_path_factory, zygote):
     place = tmp_path_factory.mktemp("long")
-    code, said = zygote.run(place / "log", "train", *LONG, "--out", place / "run")
-    assert code == 0, said
+    zygote.ok(place / "log", "train", *LONG, "--out", place / "run")
     return place / "run"
 
 
@@ -124,8 +123,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, zygote, long_reference, 
     records = [r for r in training_runs.metrics(run) if r["kind"] == "step"]
     assert len(records) == step  # the step under way was finished, and none begun after it
     assert not (run / "summary.json").exists()
-    code, text = zygote.run(log, *command)
-    assert code == 0, text
+    zygote.ok(log, *command)
     assert_same_run(run, long_reference)
 
 
@@ -180,8 +178,7 @@ def test_a_comparison_stopped_at_the_end_of_a_run_begins_no_other(
             assert {p.name for p in out.iterdir()} == {f"{name}-seed0" for name in done}
             assert (last / "summary.json").is_file()
             assert (last / "weights.safetensors").is_file()
-        code, said = gdeq("compare", *settings)
-    assert code == 0, said  # after the last there was nothing left to begin
+        said = gdeq.ok("compare", *settings)  # after the last there was nothing left to begin
     assert "report: " in said
 
 
@@ -205,8 +202,7 @@ def test_a_comparison_stopped_in_a_run_is_continued_by_itself(
             told = f"stopped at step {step}; continue with the same command: `gdeq compare ... "
             assert f"{told}--out {out}`" in said
             assert "--resume" not in said
-    code, said = gdeq("compare", *settings)
-    assert code == 0, said
+    said = gdeq.ok("compare", *settings)
     assert "report: " in said
 
 
@@ -260,16 +256,14 @@ def test_a_run_that_is_being_trained_is_left_alone(
     status = Path(f"/proc/{child.pid}/stat")  # the signal takes a moment
     assert wait_until(lambda: status.read_text().rsplit(")", 1)[1].split()[0] == "T", child)
     before = {p.name: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    code, said = gdeq("train", "--resume", run)
-    assert code == 1, said
+    said = gdeq.refused("train", "--resume", run)
     assert f"{run} is being trained already, by process {child.pid} on " in said
     assert "wait until it ends, or stop it" in said
     assert f"gdeq train --resume {run}" in said
     assert {p.name: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
     child.kill(signal.SIGKILL)  # the lock goes with its holder
     assert child.wait() == -signal.SIGKILL
-    code, said = gdeq("train", "--resume", run)
-    assert code == 0, said
+    said = gdeq.ok("train", "--resume", run)
     assert_same_run(run, long_reference)
 
 
@@ -331,6 +325,5 @@ def test_the_program_itself(tmp_path, gdeq):
     second = Program("--resume", run)
     said, _ = second.process.communicate(timeout=200)
     assert second.process.returncode == 0, said
-    code, text = gdeq("train", *settings, "--out", tmp_path / "whole")
-    assert code == 0, text
+    gdeq.ok("train", *settings, "--out", tmp_path / "whole")
     assert_same_run(run, tmp_path / "whole")

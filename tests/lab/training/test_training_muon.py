@@ -5,9 +5,7 @@ import math
 
 import pytest
 import torch
-import training_runs
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import RICH, TINY, assert_same_run, checkpoints
 
 from gdeq.fast.graphs import capture
@@ -161,96 +159,13 @@ def test_stacks_hold_all_and_each_once():
             assert stack.rows == max(rows for rows, _ in members)
             assert stack.columns == max(columns for _, columns in members)
             assert pad or len(set(members)) == 1
-    assert len(found) < 12 < len(muon.stacks(shapes, False))  # that is what padding is for
-
-
-def test_unlike_matrices_share_a_stack_where_that_is_cheap():
-    inner, _, _ = muon.split(mdeq("large"))
-    shapes = [tuple(sorted((p.shape[0], p.shape[1:].numel()))) for p in inner]
-    alone, shared = (sum(s.flops for s in muon.stacks(shapes, pad)) for pad in (False, True))
-    assert alone < shared < 1.2 * alone
-
-
-@pytest.mark.parametrize("pad", [False, True])
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_momentum_from_a_checkpoint_with_a_tensor_for_each_parameter(pad, channels_last):
-    """As this one saves it, and with tensors that lie apart: it goes on bit for bit."""
-    whole, *others = (layers() for _ in range(3))
-    if channels_last:
-        for model in (whole, *others):
-            for module in model:
-                module.to(memory_format=torch.channels_last)
-    made = optimizer_of(whole, pad=pad)
-    for seed in (1, 2):
-        give_gradients(whole, seed)
-        made.step()
-    saved = copy.deepcopy(made.state_dict())
-    apart = copy.deepcopy(saved)
-    for kept in apart["state"].values():
-        kept.update({name: value.contiguous().clone() for name, value in kept.items()})
-    weights = copy.deepcopy(whole.state_dict())
-    give_gradients(whole, 3)
-    made.step()
-    for model, state in zip(others, (saved, apart), strict=True):
-        model.load_state_dict(weights)
-        again = optimizer_of(model, pad=pad)
-        if state is apart:  # into one that has stepped before
-            give_gradients(model, 9)
-            again.step()
-            model.load_state_dict(weights)
-        again.load_state_dict(state)
-        give_gradients(model, 3)
-        again.step()
-        for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
-            assert torch.equal(found, expected)
-            kept, wanted = again.state[found], made.state[expected]
-            assert all(torch.equal(kept[name], wanted[name]) for name in wanted)
-
-
-def test_a_parameter_without_a_gradient_keeps_its_momentum():
-    model, twin = layers(), layers()
-    inner, _, _ = muon.split(model)
-    made, other = optimizer_of(model), optimizer_of(twin)
-    for seed in (1, 2, 3):
-        give_gradients(model, seed)
-        give_gradients(twin, seed)
-        if seed == 2:
-            inner[1].grad = None
-            kept, weight = made.state[inner[1]]["momentum_buffer"].clone(), inner[1].clone()
-        made.step()
-        other.step()
-        if seed == 2:
-            assert torch.equal(made.state[inner[1]]["momentum_buffer"], kept)
-            assert torch.equal(inner[1], weight)
-    skipped = inner[1]
-    for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
-        same = torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
-        assert same == (found is not skipped)
-
-
-def test_a_step_has_no_kernels_for_single_matrices():
-    """Each kernel on a GPU costs about the same, however small the matrix."""
-
-    class Count(TorchDispatchMode):
-        calls = 0
-
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            out = op(*args, **(kwargs or {}))
-            self.calls += not op.is_view
-            return out
-
-    counts = []
-    for depth in (2, 12):
-        torch.manual_seed(0)
-        weights = [nn.Parameter(torch.randn(6, 4 + n % 2, 3, 3)) for n in range(2 * depth)]
-        made = muon.Muon([{"params": weights, "orthogonal": True, "weight_decay": 0.1}], 0.1)
-        for p in weights:
-            p.grad = torch.randn_like(p)
-        made.step()
-        with Count() as count:
-            made.step()
-        counts.append(count.calls)
-    assert counts[0] == counts[1]
+    alone = muon.stacks(shapes, False)
+    assert len(found) < 12 < len(alone)  # that is what padding is for, and it is cheap
+    assert (
+        sum(s.flops for s in alone)
+        < sum(s.flops for s in found)
+        < 1.2 * sum(s.flops for s in alone)
+    )
 
 
 def test_rates_of_the_two_parts(tmp_path, few_images):
@@ -298,18 +213,6 @@ def test_resumed_bit_for_bit(tmp_path, few_images):
     assert checkpoints(cut)
     runs.resume(cut)
     assert_same_run(cut, whole)
-
-
-def test_trains_as_well_as_the_preset(tmp_path):
-    """One epoch of digits, with steps that lower the loss: the preset's are too small by then."""
-    common = ["epochs=1", "device=cpu", "log_every=1000", "solver.max_iter=6"]
-    ours = ["optimizer=muon", "optimizer.lr=0.05", "optimizer.weight_decay=0.1"]
-    losses = {}
-    for name, settings in (("adam", []), ("muon", ours)):
-        place = tmp_path / name
-        runs.train(place, configs.load("digits", [*common, *settings]))
-        losses[name] = training_runs.metrics(place)[-1]["test_loss"]
-    assert losses["muon"] < losses["adam"] - 0.2
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

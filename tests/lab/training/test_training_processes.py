@@ -17,6 +17,7 @@ from training_runs import (
     TINY,
     checkpoints,
     metrics,
+    run_all,
     start_all,
     steps_seen,
     wait_until,
@@ -50,8 +51,7 @@ def assert_same_curve(run, alone):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, zygote):
     folder = tmp_path_factory.mktemp("alone")
-    code, said = zygote.run(folder / "log", "train", *SETTINGS, "--out", folder / "run")
-    assert code == 0, said
+    zygote.ok(folder / "log", "train", *SETTINGS, "--out", folder / "run")
     return folder / "run"
 
 
@@ -72,15 +72,13 @@ def test_two_processes_by_torchrun(tmp_path, gdeq):
     (run,) = (tmp_path / "runs").iterdir()
     assert done.stdout.count('"test_accuracy"') == 1  # the first process speaks for all
     assert '"processes": 2' in done.stdout
-    code, said = gdeq("train", *settings.split(), "--out", tmp_path / "alone")
-    assert code == 0, said
+    gdeq.ok("train", *settings.split(), "--out", tmp_path / "alone")
     assert_same_curve(run, tmp_path / "alone")
 
 
 def test_two_processes_with_all_phases(tmp_path, zygote, alone):
     run = tmp_path / "run"
-    children = start_all(zygote, tmp_path, 2, "train", *SETTINGS, "--out", run)
-    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+    run_all(zygote, tmp_path, 2, "train", *SETTINGS, "--out", run)
     assert_same_curve(run, alone)
     assert (tmp_path / "log1").read_text() == ""
 
@@ -89,20 +87,16 @@ def test_two_processes_mix_over_the_batch_of_both(tmp_path, zygote, few_images, 
     """With SGD: Adam makes a rounding of a tiny gradient as large as any other step."""
     settings = [*TINY, "optimizer=sgd", "augment.flip=true", "augment.alternate=true"]
     settings += ["augment.cutmix=0.7", "label_smoothing=0.1"]
-    children = start_all(zygote, tmp_path, 2, "train", *settings, "--out", tmp_path / "run")
-    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
-    code, said = gdeq("train", *settings, "--out", tmp_path / "alone")
-    assert code == 0, said
+    run_all(zygote, tmp_path, 2, "train", *settings, "--out", tmp_path / "run")
+    gdeq.ok("train", *settings, "--out", tmp_path / "alone")
     assert_same_curve(tmp_path / "run", tmp_path / "alone")
 
 
 def test_a_number_of_processes_that_divides_nothing(tmp_path, zygote, few_images, gdeq):
     """Three: 256, the evaluation's batch, has to give way; each of 21 images counts once."""
     settings = [*TINY, "epochs=1", "batch_size=6"]
-    children = start_all(zygote, tmp_path, 3, "train", *settings, "--out", tmp_path / "run")
-    assert [c.wait() for c in children] == [0, 0, 0], (tmp_path / "log0").read_text()
-    code, said = gdeq("train", *settings, "--out", tmp_path / "alone")
-    assert code == 0, said
+    run_all(zygote, tmp_path, 3, "train", *settings, "--out", tmp_path / "run")
+    gdeq.ok("train", *settings, "--out", tmp_path / "alone")
     assert_same_curve(tmp_path / "run", tmp_path / "alone")
 
 
@@ -110,8 +104,7 @@ def test_stopped_by_a_signal_and_resumed(tmp_path, zygote):
     """With dropout and the penalty on: each process has a random state of its own."""
     settings = [*RICH, "epochs=5", "checkpoint_seconds=1000"]
     runs = [tmp_path / "whole", tmp_path / "broken"]
-    children = start_all(zygote, tmp_path, 2, "train", *settings, "--out", runs[0])
-    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+    run_all(zygote, tmp_path, 2, "train", *settings, "--out", runs[0])
     children = start_all(zygote, tmp_path, 2, "train", *settings, "--out", runs[1])
     assert wait_until(lambda: steps_seen(runs[1]) >= 2, children[0])
     children[1].kill(signal.SIGTERM)  # one hears it, both stop
@@ -122,8 +115,7 @@ def test_stopped_by_a_signal_and_resumed(tmp_path, zygote):
     assert state["step"] == step
     assert len(state["rng"]) == 2
     assert not torch.equal(*state["rng"])
-    children = start_all(zygote, tmp_path, 2, "train", "--resume", runs[1])
-    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+    run_all(zygote, tmp_path, 2, "train", "--resume", runs[1])
     assert metrics(runs[1]) == metrics(runs[0])
 
 
@@ -133,8 +125,7 @@ AGAIN = [*RICH, "epochs=5", "timeout_seconds=5", "--resume", "auto", "--out"]
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_process_is_told_and_the_same_command_goes_on(tmp_path, zygote, number):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    children = start_all(zygote, tmp_path, 2, "train", *AGAIN, whole)
-    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+    run_all(zygote, tmp_path, 2, "train", *AGAIN, whole)
     children = start_all(zygote, tmp_path, 2, "train", *AGAIN, broken)
     assert wait_until(lambda: steps_seen(broken) >= 2, children[0])
     children[1].kill(number)
@@ -147,8 +138,7 @@ def test_a_lost_process_is_told_and_the_same_command_goes_on(tmp_path, zygote, n
         children[1].kill(signal.SIGKILL)
     children[1].wait()
     for said in ("continuing at step", "is already finished: 5 epochs"):
-        children = start_all(zygote, tmp_path, 2, "train", *AGAIN, broken)
-        assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+        run_all(zygote, tmp_path, 2, "train", *AGAIN, broken)
         assert said in (tmp_path / "log0").read_text()
     assert metrics(broken) == metrics(whole)
 
@@ -159,8 +149,7 @@ def test_one_command_line_begins_and_goes_on(tmp_path, few_images, gdeq, monkeyp
     assert (code, "--resume auto needs the folder" in said) == (1, True)
     code, said = gdeq("train", *TINY, "--resume", "auto", "--out", run, "--dry-run")
     assert (code, f"would train into {run}, a new folder" in said) == (0, True), said
-    code, said = gdeq("train", *TINY, "--resume", "auto", "--out", run)
-    assert code == 0, said
+    said = gdeq.ok("train", *TINY, "--resume", "auto", "--out", run)
     (run / "summary.json").unlink()
     code, said = gdeq("train", *TINY, "--resume", "auto", "--out", run, "--dry-run")
     assert (code, f"would go on in {run} from" in said) == (0, True), said
@@ -178,8 +167,7 @@ def test_one_command_line_begins_and_goes_on(tmp_path, few_images, gdeq, monkeyp
 def rich_pair(tmp_path_factory, zygote):
     """Two processes, a checkpoint at every step: the last two are those of steps 5 and 6."""
     folder = tmp_path_factory.mktemp("pair")
-    children = start_all(zygote, folder, 2, "train", *RICH, "--out", folder / "run")
-    assert [c.wait() for c in children] == [0, 0], (folder / "log0").read_text()
+    run_all(zygote, folder, 2, "train", *RICH, "--out", folder / "run")
     return folder / "run"
 
 
@@ -195,8 +183,7 @@ def in_the_middle(run, place):
 def test_resumed_in_the_middle_of_an_epoch(tmp_path, zygote, rich_pair):
     """The epoch's means are those of all processes, and the first one alone sets files aside."""
     newest = in_the_middle(rich_pair, tmp_path / "run")
-    children = start_all(zygote, tmp_path, 2, "train", "--resume", tmp_path / "run")
-    assert [c.wait() for c in children] == [0, 0], (tmp_path / "log0").read_text()
+    run_all(zygote, tmp_path, 2, "train", "--resume", tmp_path / "run")
     assert metrics(tmp_path / "run") == metrics(rich_pair)
     said = (tmp_path / "log0").read_text()
     assert f"warning: {newest.name} is damaged" in said
@@ -208,8 +195,7 @@ def test_resumed_in_the_middle_of_an_epoch(tmp_path, zygote, rich_pair):
 @pytest.mark.parametrize("processes", [1, 4])
 def test_resumed_by_another_number_of_processes(tmp_path, zygote, rich_pair, processes):
     in_the_middle(rich_pair, tmp_path / "run")
-    children = start_all(zygote, tmp_path, processes, "train", "--resume", tmp_path / "run")
-    assert [c.wait() for c in children] == [0] * processes, (tmp_path / "log0").read_text()
+    run_all(zygote, tmp_path, processes, "train", "--resume", tmp_path / "run")
     found, expected = metrics(tmp_path / "run"), metrics(rich_pair)
     *steps, epoch = found[PER_EPOCH + 1 :]
     assert found[:-2] == expected[:-2]

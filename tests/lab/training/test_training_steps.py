@@ -25,11 +25,6 @@ from gdeq.solvers import Broyden
 CPU = process.Process(torch.device("cpu"))
 
 
-def rates(*settings, total=10):
-    config = configs.load("digits", [*TINY, "optimizer.lr=2", *settings])
-    return [optimization.learning_rate(config, step, total) for step in range(total)]
-
-
 RATES = {
     "schedule=constant": [2.0] * 4,
     "schedule=cosine": [2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5)],
@@ -303,35 +298,6 @@ def test_steps_on_mixed_images_are_recorded(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
-def test_the_next_batch_is_made_before_a_step_is_waited_for(trainer, monkeypatch):
-    made = trainer("epochs=1", "log_every=1")
-    seen = []
-    source, step, read = made.train_batches.epoch, made.one_step, made.sums.read
-
-    def epoch(*args, **kwargs):
-        for at, batch in source(*args, **kwargs):
-            seen.append(f"batch {at}")
-            yield at, batch
-
-    def one_step(*batch):
-        seen.append("step")
-        step(*batch)
-
-    def reading(*args, since_mark=False):
-        seen.extend(["read"] * since_mark)
-        return read(*args, since_mark)
-
-    monkeypatch.setattr(made.train_batches, "epoch", epoch)
-    monkeypatch.setattr(made, "one_step", one_step)
-    monkeypatch.setattr(made.sums, "read", reading)
-    made._epoch(0, 0)
-    expected = ["batch 0"]
-    for at in range(PER_EPOCH):
-        expected += ["step", f"batch {at + 1}", "read"]
-    expected.remove(f"batch {PER_EPOCH}")
-    assert seen == expected
-
-
 def test_first_unrolled_then_in_equilibrium(trainer):
     made = trainer("pretrain_steps=2", "pretrain_layers=3", "gradient.refine=1")
     seen = []
@@ -434,25 +400,6 @@ def test_residual_penalty_is_on_the_f_that_was_solved(trainer, monkeypatch):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
     made.one_step(*batches(made)[2])
     assert not torch.equal(masks[0], masks[len(masks) // 2])  # but each step has its own
-
-
-def test_residual_penalty_leaves_f_an_equilibrium(trainer):
-    """Two steps, at a rate at which f would lose it."""
-
-    def residual(weight):
-        made = trainer(
-            f"residual_weight={weight}", "residual_every=1", "solver.max_iter=2", "solver.tol=0",
-            "optimizer.lr=1e-2",
-        )  # fmt: skip
-        for _ in range(6):
-            for batch in batches(made):
-                made.one_step(*batch)
-        model = made.model.eval()
-        with torch.no_grad():
-            model(batches(made)[0][0])
-        return model.deq.solution.residual.mean().item()
-
-    assert residual(10.0) < 0.5 * residual(0.0)
 
 
 def test_summary(tmp_path, few_images):
@@ -574,12 +521,6 @@ def test_summary_of_a_run_shorter_than_a_log_window(tmp_path, few_images):
     config = configs.load("digits", [*TINY, "epochs=1", "log_every=100"])
     assert runs.train(tmp_path / "run", config)["ms_per_step"] > 0
     assert [r["kind"] for r in training_runs.metrics(tmp_path / "run")] == ["epoch"]
-
-
-def test_bf16_trains(tmp_path, few_images):
-    config = configs.load("digits", [*TINY, "epochs=1", "precision=bf16"])
-    runs.train(tmp_path / "run", config)
-    assert all(math.isfinite(r["train_loss"]) for r in training_runs.metrics(tmp_path / "run")[-1:])
 
 
 def test_the_residual_is_measured_at_every_so_many_steps(trainer):

@@ -17,17 +17,31 @@ def zygote():
     made.close()
 
 
-@pytest.fixture(scope="session")
-def gdeq():
-    """The command line in this process: gdeq("train", "epochs=1") -> exit code, all output."""
+class CommandLine:
+    """In this process: gdeq("train", "epochs=1") -> exit code, all output."""
 
-    def call(*args):
+    def __call__(self, *args):
         result = CliRunner().invoke(app, [str(a) for a in args])
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             raise result.exception
         return result.exit_code, result.output
 
-    return call
+    def ok(self, *args):
+        """What a command said that came to its end."""
+        code, said = self(*args)
+        assert code == 0, said
+        return said
+
+    def refused(self, *args):
+        """What a command said that could not, in a sentence."""
+        code, said = self(*args)
+        assert (code, "Traceback" in said) == (1, False), said
+        return said
+
+
+@pytest.fixture(scope="session")
+def gdeq():
+    return CommandLine()
 
 
 @pytest.fixture

@@ -21,32 +21,22 @@ IMAGES, TEST_IMAGES, BATCH = 12, 21, 4
 PER_EPOCH = IMAGES // BATCH
 
 TINY = [
-    "epochs=2",
-    "batch_size=4",
-    "solver.max_iter=3",
-    "log_every=1",
-    "checkpoint_seconds=0",
-    "snapshots=[1]",
-    "device=cpu",
+    *["epochs=2", "batch_size=4", "solver.max_iter=3", "log_every=1", "checkpoint_seconds=0"],
+    *["snapshots=[1]", "device=cpu"],
     # The rest as if there were no preset, whose recipe may change.
-    "label_smoothing=0",
-    "solver.tol=1e-3",
-    "gradient.tol=1e-6",
-    "optimizer.lr=1e-3",
-    "optimizer.weight_decay=0",
-    "optimizer.schedule=cosine",
-    "optimizer.warmup=0",
+    *[
+        "label_smoothing=0",
+        "solver.tol=1e-3",
+        "gradient.tol=1e-6",
+        "optimizer.lr=1e-3",
+        "augment.crop=0",
+    ],
+    *["optimizer.weight_decay=0", "optimizer.schedule=cosine", "optimizer.warmup=0"],
     "optimizer.clip=null",
-    "augment.crop=0",
 ]
 # Everything that has a state: dropout masks, averaged weights, two phases, moved and mixed images.
 RICH = [*TINY, "model.dropout=0.2", "ema=0.9", "pretrain_steps=2", "augment.crop=1"]
-RICH += [
-    "residual_weight=0.1",
-    "residual_every=3",
-    "optimizer.clip=1",
-    "label_smoothing=0.1",
-]
+RICH += ["residual_weight=0.1", "residual_every=3", "optimizer.clip=1", "label_smoothing=0.1"]
 RICH += ["augment.flip=true", "augment.alternate=true", "augment.cutmix=0.7"]
 
 whole = datasets.load
@@ -131,6 +121,12 @@ class Zygote:
         code = child.wait()
         return code, log.read_text()
 
+    def ok(self, log, *args, **environment):
+        """What a command said that came to its end."""
+        code, said = self.run(log, *args, **environment)
+        assert code == 0, said
+        return said
+
     def ask(self, **request):
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
@@ -174,3 +170,10 @@ def start_all(zygote, folder, count, *args):
         zygote.start(folder / f"log{r}", *args, **shared, RANK=str(r), LOCAL_RANK=str(r))
         for r in range(count)
     ]
+
+
+def run_all(zygote, folder, count, *args):
+    """All of them to their end; what the first one said."""
+    children = start_all(zygote, folder, count, *args)
+    assert [child.wait() for child in children] == [0] * count, (folder / "log0").read_text()
+    return (folder / "log0").read_text()

@@ -1,7 +1,7 @@
 """A solve from its steps, in two kernels an iterate: inner products and decision, combination.
 
-Read `gdeq.fast.product` first, and `gdeq.loop` and `gdeq.ledger`, which say the same in plain
-PyTorch; tests/oracles/sweep.py is the twin that each kernel here is tested against.
+Read `gdeq.fast.product` first, and `gdeq.loop`, which says the same in plain PyTorch;
+tests/oracles/sweep.py is the twin that each kernel here is tested against.
 
 Vectors are cut in chunks (`chunks`), a program takes one chunk of one sample, and sums go over
 chunks in a fixed order: the same input gives the same bits.
@@ -33,7 +33,7 @@ from gdeq.fast.kernels.device import on_device
 from gdeq.fast.kernels.verdict import REALS, WHOLES, finish, judge
 from gdeq.fast.kernels.words import COARSE_FROM, COMPILES, products_of_words, words_of
 from gdeq.fast.product import ProductInverse, Settled, Start, roundings, secants_of_steps
-from gdeq.ledger import flight_limit, judged_sizes, least_part
+from gdeq.loop import flight_limit, judged_sizes, least_part
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import noise_level
 from gdeq.tracing import host_may_look

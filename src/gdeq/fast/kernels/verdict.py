@@ -1,6 +1,6 @@
 """What a sweep decides for a sample between its inner products and its next step.
 
-Each function says which lines of `gdeq.ledger` or of the twin in tests/oracles/sweep.py it
+Each function says which lines of `gdeq.loop` or of the twin in tests/oracles/sweep.py it
 computes.  They run in one warp: a second could read a sample's numbers after the first has replaced
 them.  ``samples``, ``limits`` and ``KIND`` are described in `sweep`.
 """

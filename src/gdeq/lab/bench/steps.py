@@ -9,13 +9,13 @@ stem and head, dropout and Muon.)
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.util
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gdeq import JFB, CaptureWarning, Gradient, capture, hold
 from gdeq.fast.kernels.compiling import compile_ahead
 from gdeq.lab.bench.subjects import Setup, build, loss_of
+from gdeq.lab.training import precision
+from gdeq.lab.training.timing import in_turns
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Step = Callable[[Tensor, Tensor], Tensor]
 PEERS: dict[str, dict[str, Any]] = {
     "implicit": {"ift": True},
@@ -37,21 +38,9 @@ PEERS: dict[str, dict[str, Any]] = {
 }
 
 
-@contextlib.contextmanager
-def arithmetic(setup: Setup, name: str) -> Iterator[None]:
+def arithmetic(setup: Setup, name: str) -> AbstractContextManager[None]:
     """float32, tf32, bf16 or fp16 for what is computed inside."""
-    tf32 = name != "float32"
-    places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [place.allow_tf32 for place in places]
-    for place in places:
-        place.allow_tf32 = tf32
-    kind = "cuda" if setup.cuda else "cpu"
-    try:
-        with torch.autocast(kind, HALF.get(name, torch.bfloat16), enabled=name in HALF):
-            yield
-    finally:
-        for place, value in zip(places, before, strict=True):
-            place.allow_tf32 = value
+    return precision.arithmetic(name, "cuda" if setup.cuda else "cpu")
 
 
 def _optimizer(setup: Setup, model: nn.Module) -> torch.optim.Optimizer:
@@ -86,7 +75,7 @@ def torchdeq_is_there() -> bool:
     return importlib.util.find_spec("torchdeq") is not None
 
 
-def theirs(setup: Setup, precision: str, **settings: Any) -> Step:
+def theirs(setup: Setup, kind: str, **settings: Any) -> Step:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its escape sequences, when it is first compiled
         import torchdeq  # noqa: PLC0415 (optional)
@@ -112,7 +101,7 @@ def theirs(setup: Setup, precision: str, **settings: Any) -> Step:
     def step(x: Tensor, y: Tensor) -> Tensor:
         torch.clear_autocast_cache()
         optimizer.zero_grad(set_to_none=True)
-        with arithmetic(setup, precision), hold(cell):
+        with arithmetic(setup, kind), hold(cell):
             found = solved(engine, cell, model.stem(x))
             loss = loss_of(setup, model.head(found), y)
             loss.backward()
@@ -176,13 +165,9 @@ def measure(setup: Setup, name: str, make: Callable[[], Step]) -> tuple[dict[str
 def measure_in_turns(setup: Setup, makes: dict[str, Callable[[], Step]]) -> list[dict[str, Any]]:
     """On a CPU: what else the machine does then falls on all of them alike."""
     batch = setup.draw()
-    steps = {name: make() for name, make in makes.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(setup.rounds + 1):  # the first warms up
-        for name, step in steps.items():
-            spent = milliseconds(setup, partial(step, *batch), 1, warm=0)
-            times[name] += spent if turn else []
-    return [_row(name, spent, steps[name](*batch)) for name, spent in times.items()]
+    steps: dict[str, Callable[[], Any]] = {n: partial(make(), *batch) for n, make in makes.items()}
+    times, _ = in_turns(steps, setup.rounds)
+    return [_row(name, spent, steps[name]()) for name, spent in times.items()]
 
 
 def _row(name: str, times: list[float], loss: Tensor) -> dict[str, Any]:

@@ -23,12 +23,14 @@ from gdeq.lab.bench.steps import (
 )
 from gdeq.lab.bench.subjects import Setup
 from gdeq.lab.bench.where import profile, roofline
+from gdeq.lab.files import LabError
+from gdeq.lab.training.precision import slow_on_a_cpu
 from gdeq.options import count
 
 PRECISIONS = ("float32", "tf32", "bf16")
 
 
-class BenchError(ValueError):
+class BenchError(LabError):
     """What was asked for cannot be measured."""
 
 
@@ -54,11 +56,7 @@ def caution(setup: Setup, peers: tuple[str, ...]) -> str | None:
     asked = [option for option, given in options.items() if given]
     if setup.cuda or not asked:
         return None
-    return (
-        f"warning: bf16 on a CPU is slow, and some machines do not support it (the process then "
-        f"dies with an illegal instruction, SIGILL): float32 for {' and '.join(asked)} is the "
-        "safe choice"
-    )
+    return slow_on_a_cpu(f"float32 for {' and '.join(asked)}")
 
 
 def run(

@@ -12,11 +12,10 @@ from gdeq.lab.data.cifar10 import CIFAR10
 from gdeq.lab.data.dataset import Dataset, make
 from gdeq.lab.data.digits import Digits
 from gdeq.lab.data.errors import DataError
-from gdeq.lab.data.fashion_mnist import FashionMNIST
 from gdeq.lab.data.recipe import Source
 from gdeq.lab.data.sudoku import Sudoku
 
-SETS: dict[str, Source] = {s.name: s for s in (Digits(), CIFAR10(), FashionMNIST(), Sudoku())}
+SETS: dict[str, Source] = {s.name: s for s in (Digits(), CIFAR10(), Sudoku())}
 NAMES = tuple(SETS)
 
 
@@ -27,7 +26,7 @@ def load(
 ) -> Dataset:
     """The data set, whole and checked, on `device`.
 
-    name: "digits" (comes with scikit-learn), "cifar10" or "fashion-mnist" (`prepare` gets them).
+    name: "digits" (comes with scikit-learn) or "cifar10" (`prepare` gets it).
     root: where the data sets are; by default $GDEQ_DATA, else ./data.
     """
     found = find(name)

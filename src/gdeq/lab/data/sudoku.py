@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -235,8 +235,10 @@ class SudokuBatches(Batches):
 
     revealed: at least and at most so many cells of the solution are given beside the puzzle's own.
     symmetries: relabel the digits, and move rows, columns, bands, stacks, or transpose.
+    free: tells which places of the batch take a new puzzle, (b,) bool, where the others keep the
+        one they have; None from it: all of them.
 
-    What happens to a batch is a function of (seed, epoch, index).
+    The new puzzles of a batch are a function of (seed, epoch, index).
     """
 
     def __init__(
@@ -246,10 +248,12 @@ class SudokuBatches(Batches):
         *,
         revealed: tuple[int, int] = (0, 0),
         symmetries: bool = False,
+        free: Callable[[], Tensor | None] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(tensors, batch_size, **options)
-        self.revealed, self.symmetries = revealed, symmetries
+        self.revealed, self.symmetries, self.free = revealed, symmetries, free
+        self.kept: tuple[Tensor, ...] | None = None
 
     def _batch(self, part: Part) -> tuple[Tensor, ...]:
         puzzles, solutions = (rows(tensor, part.chosen).long() for tensor in self.tensors)
@@ -263,7 +267,13 @@ class SudokuBatches(Batches):
                 puzzles, solutions = (
                     labels.gather(1, grids.gather(1, cells)) for grids in (puzzles, solutions)
                 )
-        return puzzles, solutions - 1
+        made: tuple[Tensor, ...] = (puzzles, solutions - 1)
+        free = self.free() if self.free is not None and self.kept is not None else None
+        if free is not None and self.kept is not None:
+            pairs = zip(made, self.kept, strict=True)
+            made = tuple(torch.where(free[:, None], new, old) for new, old in pairs)
+        self.kept = made
+        return made
 
     def _source(self, part: Part) -> torch.Generator:
         return generator(self.seed, part.epoch, part.index)

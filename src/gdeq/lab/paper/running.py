@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from gdeq.lab.data import DataError
+from gdeq.lab.files import json_object
 from gdeq.lab.paper.plan import Planned
+from gdeq.lab.report.tables import Table, shown
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import process, runs
 from gdeq.lab.training.config import Config
@@ -38,16 +40,6 @@ class Measure:
         runs.check_exact_tol(self.tol)  # before anything is trained
 
 
-@dataclass
-class Outcome:
-    """What became of a run that was trained in this call."""
-
-    name: str
-    state: str
-    note: str
-    summary: dict[str, Any] = field(default_factory=dict)
-
-
 class Journey:
     """One call; ``out`` is where the run folders are."""
 
@@ -62,7 +54,7 @@ class Journey:
     ) -> None:
         self.out, self.overrides, self.root, self.tell = out, overrides, root, tell
         self.measure = measure or Measure()
-        self.outcomes: list[Outcome] = []
+        self.notes: dict[str, str] = {}  # on each run that was trained in this call
 
     def state(self, run: Planned) -> str:
         path = self.out / run.name
@@ -106,13 +98,12 @@ class Journey:
             config, state = wanted[run.name], self.state(run)
             if state in (BEGUN, MISSING):
                 self.tell(f"-- {run.name}")
-                outcome = self._train(run, config, state)
-                self.outcomes.append(outcome)
-                self.tell(f"{run.name}: {outcome.state}, {outcome.note}")
+                self.notes[run.name] = self._train(run, config, state)
+                self.tell(f"{run.name}: {self.state(run)}, {self.notes[run.name]}")
             if self.state(run) == DONE:
                 self._compare(run, config)
 
-    def _train(self, run: Planned, config: Config, state: str) -> Outcome:
+    def _train(self, run: Planned, config: Config, state: str) -> str:
         path = self.out / run.name
         again = f"the same command: `gdeq paper run ... --out {self.out}`"
         try:
@@ -124,12 +115,11 @@ class Journey:
             steps = max((r["step"] for r in read_metrics(path / "metrics.jsonl")), default=0)
             told = {"reason": str(problem), "steps": steps}
             RunFolder(path).write("failed.json", json.dumps(told, indent=1))
-            return Outcome(run.name, FAILED, f"the loss became NaN after step {steps}")
+            return f"the loss became NaN after step {steps}"
         finally:
             _free()
         summary = _summary(path)
-        note = f"{summary['test_accuracy']:.2f} %, {summary['train_seconds']:.0f} s of training"
-        return Outcome(run.name, DONE, note, summary)
+        return f"{summary['test_accuracy']:.2f} %, {summary['train_seconds']:.0f} s of training"
 
     def _compare(self, run: Planned, config: Config) -> None:
         """The gradients of each snapshot that was not looked at before."""
@@ -148,37 +138,31 @@ class Journey:
 
     def report(self, planned: Sequence[Planned]) -> str:
         """What this call did as a table, and how much is there."""
-        lines = [table(self.outcomes)] if self.outcomes else []
         states = {run.name: self.state(run) for run in planned}
+        told = {name: _summary(self.out / name) for name in self.notes}
+        columns = {
+            "run": list(told),
+            "state": [states[name] for name in told],
+            "accuracy": [shown(own.get("test_accuracy"), ".2f") for own in told.values()],
+            "ms/step": [shown(own.get("ms_per_step"), ".2f") for own in told.values()],
+            "seconds": [shown(own.get("train_seconds"), ".0f") for own in told.values()],
+            "note": list(self.notes.values()),
+        }
+        lines = [Table.of(columns).text()] if told else []
         counts = {state: list(states.values()).count(state) for state in (FAILED, BEGUN, MISSING)}
         rest = [f"{number} {state}" for state, number in counts.items() if number]
         finished = len(states) - sum(counts.values())
         lines.append(", ".join([f"{finished} of {count(len(states), 'run')} finished", *rest]))
-        now = {outcome.name for outcome in self.outcomes}
-        before = [name for name, state in states.items() if state == FAILED and name not in now]
+        before = [name for name, state in states.items() if state == FAILED and name not in told]
         if before:
             lines.append(f"failed before: {', '.join(before)}; delete a folder to try that again")
         return "\n".join(lines)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    lines = [f"{'run':28s} {'state':9s} {'accuracy':>8s} {'ms/step':>8s} {'seconds':>8s}  note"]
-    for outcome in outcomes:
-        figures = " ".join(
-            f"{outcome.summary[key]:8.2f}" if key in outcome.summary else f"{'–':>8s}"
-            for key in ("test_accuracy", "ms_per_step", "train_seconds")
-        )
-        lines.append(f"{outcome.name:28s} {outcome.state:9s} {figures}  {outcome.note}")
-    return "\n".join(lines)
-
-
 def _summary(path: Path) -> dict[str, Any]:
     """Empty without one."""
-    try:
-        found = json.loads((path / "summary.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    place = path / "summary.json"
+    return (json_object(place.read_bytes()) if place.is_file() else None) or {}
 
 
 def _free() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import statistics
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -104,6 +105,7 @@ def _metric(rows: Sequence[Row], x: str) -> Figure:
     followed = [(row.label, run) for row in rows for some in row.scores for run in some.followed]
     lines = tuple(Series(label, run, run.curve(x)) for label, run in followed if run.curve(x))
     metric = metric_of(rows)
+    slug = re.sub(r"\W+", "_", metric.name)  # a run folder does not choose where files go
     note = (
         "The same runs without the clock: where one of the same length and rate is worse here, its "
         "gradient teaches less per step, however fast it is."
@@ -116,7 +118,7 @@ def _metric(rows: Sequence[Row], x: str) -> Figure:
         )
         if len(lines) < sum(bool(run.curve(x)) for row in rows for run in row.runs):
             note += " Repeats that were tested less often are left out."
-    return against(x, metric.title, metric.key, lines, f"{metric.slug}_{_AXES[x][0]}", note)
+    return against(x, metric.title, metric.key, lines, f"{slug}_{_AXES[x][0]}", note)
 
 
 _AXES = {"seconds": ("time", "training time"), "epoch": ("epochs", "epochs")}
@@ -160,26 +162,17 @@ def _over_training(
         Series(row.label, run, thinned(points))
         for row in rows
         for run in row.runs
-        for points in _stretches(run, key)
+        if (points := _measured(run, key))
     )
     if any(line.run.pretrained for line in lines):
         note += " The first steps of a dashed line are its pre-training, which unrolls f instead."
     return Figure(key, title, note, "training step", y, ("step", key), lines, log=log)
 
 
-def _stretches(run: Run, key: str) -> Iterator[Points]:
-    """A run's values, broken off where none was measured for far longer than usual.
-
-    Zeros are left out too: a logarithmic axis has no place for them.
-    """
+def _measured(run: Run, key: str) -> Points:
+    """A run's values; zeros are left out, for which a logarithmic axis has no place."""
     pairs = ((number(r.get("step")), number(r.get(key))) for r in run.steps)
-    points = [(s, v) for s, v in pairs if s is not None and v]
-    usual = statistics.median(b[0] - a[0] for a, b in pairwise(points)) if points[1:] else 0.0
-    begin = 0
-    for index in range(1, len(points) + 1):
-        if index == len(points) or points[index][0] - points[index - 1][0] > 1.9 * usual:
-            yield points[begin:index]
-            begin = index
+    return [(s, v) for s, v in pairs if s is not None and v]
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:

@@ -59,8 +59,8 @@ def vjps(gradient: Record) -> str:
         return str(int(number(gradient.get("steps")) or 5) - 1)
     if name == "implicit":  # one to see where it starts, one for each step
         return f"≤ {int(number(gradient.get('max_iter')) or 20) + 1}"
-    if name == "gdeq" and gradient.get("tolerance") is not None:  # and one more to fall back
-        return f"≤ {int(number(gradient.get('max_refine')) or 10) + 2}"
+    if name == "gdeq" and gradient.get("tolerance") is not None:  # one to measure the first w
+        return f"≤ {int(number(gradient.get('max_refine')) or 10) + 1}"
     return str(int(number(gradient.get("refine")) or 0)) if name in ("gdeq", "jfb") else "–"
 
 
@@ -94,8 +94,7 @@ def recipe(run: Run) -> Recipe:
         for key, value in flatten(run.config).items()
         if key not in ASIDE and not key.startswith(tuple(unread))
     }
-    name = str(run.gradient.get("name")).lower()
-    read = UNTOLD.get(name, tuple(key for key in run.gradient if key != "name"))
+    read = UNTOLD.get(run.method, tuple(key for key in run.gradient if key != "name"))
     kept |= {f"gradient.{key}": str(run.gradient[key]) for key in read if key in run.gradient}
     processes = run.summary.get("processes")
     facts = {"device": run.device, "processes": processes}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gdeq.lab import files
 from gdeq.lab.report.figures import Figure, draw, make_figures
 from gdeq.lab.report.methods import flatten, label_of, looks, varying
 from gdeq.lab.report.rows import Row, make_rows, metric_of
@@ -16,9 +17,6 @@ from gdeq.lab.report.similarity import similarities
 from gdeq.lab.report.tables import NONE, Cell, Table, csv_text, duration, milliseconds, shown
 from gdeq.lab.report.verdict import headline, notes, verdict
 from gdeq.options import count
-
-# Accuracies, in per cent, whose first passing is worth a time.
-LEVELS = (50, 60, 70, 80, 85, 90, 92, 93, 94, 95, 96, 97, 98, 99)
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ def table(runs: Sequence[Path]) -> str:
 
 
 def write(runs: Sequence[Path], out: Path, title: str | None = None) -> Path:
-    """One HTML page about these run folders, and beside it ``figures/`` and the tables as CSV.
+    """One HTML page about these run folders, and beside it ``figures/`` and ``runs.csv``.
 
     out: the page (``….html``), or a folder for it and its figures.
     """
@@ -53,16 +51,15 @@ def write(runs: Sequence[Path], out: Path, title: str | None = None) -> Path:
     measured = [name for figure in figures if figure.boxes for name in figure.labels]
     chosen = looks([row.label for row in rows], measured)
     page = out if out.suffix.lower() in (".html", ".htm") else out / "report.html"
-    files: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     images: dict[str, str] = {}
     for figure in figures:
-        files[f"figures/{figure.name}.png"], svg = draw(figure, chosen)
-        files[f"figures/{figure.name}.csv"] = csv_text(*figure.csv_lines()).encode()
+        contents[f"figures/{figure.name}.png"], svg = draw(figure, chosen)
+        contents[f"figures/{figure.name}.csv"] = csv_text(*figure.csv_lines()).encode()
         # As the source of an image nothing is fetched, and no script in it would run.
         images[figure.name] = f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
-    files["table.csv"] = table_csv(rows).encode()
-    files["runs.csv"] = runs_csv(rows).encode()
-    files[page.name] = _render(
+    contents["runs.csv"] = runs_csv(rows).encode()
+    contents[page.name] = _render(
         title=title or f"DEQ training on {_each(run.task for run in read)}",
         verdict=verdict(rows),
         lead=lead(read),
@@ -71,30 +68,24 @@ def write(runs: Sequence[Path], out: Path, title: str | None = None) -> Path:
         looks=chosen,
         images=images,
     ).encode()
-    save(page.parent, files)
+    save(page.parent, contents)
     return page
 
 
-def save(folder: Path, files: dict[str, bytes]) -> list[Path]:
+def save(folder: Path, contents: dict[str, bytes]) -> list[Path]:
     """Each whole or not at all: an earlier one stays until the new one is there."""
     place = folder
     try:
-        for name, data in files.items():
+        for name, data in contents.items():
             place = folder / name
             place.parent.mkdir(parents=True, exist_ok=True)
-            half = place.with_name(place.name + ".part")
-            try:
-                half.write_bytes(data)
-                half.replace(place)
-            except OSError:
-                half.unlink(missing_ok=True)
-                raise
+            files.write(place, data)
     except OSError as problem:
         raise ReportError(
             f"cannot write the report to {folder}: {problem.strerror or problem} "
             f"({problem.filename or place}); choose another folder"
         ) from problem
-    return [folder / name for name in files]
+    return [folder / name for name in contents]
 
 
 def _render(**shown: Any) -> str:
@@ -115,8 +106,6 @@ def make_sections(runs: list[Run], rows: list[Row]) -> list[Section]:
     training = [figure for figure in figures if figure.columns[1] == metric.key]
     found = [Section(f"Speed and {metric.words}", "", headline(rows), notes(rows))]
     found.append(Section("Convergence", figures=training))
-    told, levels = "Training time after which a test first passed an accuracy.", levels_table(rows)
-    found += [Section("", told, levels)] if levels.rows else []
     found.append(Section("Solver", figures=[f for f in figures if f not in training]))
     for index, one in enumerate(similarities(runs)):
         title = "" if index else "Gradient similarity"
@@ -153,41 +142,22 @@ def _each(values: Iterable[object]) -> str:
     return ", ".join(dict.fromkeys(str(value) for value in values if value))
 
 
-def levels_table(rows: list[Row]) -> Table:
-    """The three highest accuracies worth naming that some run reached, and when."""
-    runs = [run for row in rows for run in row.runs if run.metric.percent]
-    best = max((value for run in runs for _, value in run.curve("epoch")), default=0.0)
-    levels = [level for level in LEVELS if level <= best][-3:]
-    shown = [(row.label, some) for row in rows for some in row.scores if some.runs and levels]
-    several = len({some.runs[0].pretrained for _, some in shown}) > 1
-    columns: dict[str, Iterable[str | Cell]] = {
-        "Method": [label for label, _ in shown],
-        "Pre-training": [_pretraining(some.runs[0]) * several for _, some in shown],
-    }
-    columns |= {f"{level} %": [some.moment(level) for _, some in shown] for level in levels}
-    return Table.of(columns, "levels")
-
-
-def _pretraining(run: Run) -> str:
-    return "with" if run.pretrained else "without"
-
-
 def runs_table(rows: list[Row]) -> Table:
-    several = [(row, run) for row in rows for run in row.runs]
-    metric = metric_of(rows)
-    columns: dict[str, Callable[[Row, Run], str]] = {
-        "Run": lambda _, run: run.name,
-        "Method": lambda row, _: row.label,
-        "Pre-training": lambda _, run: _pretraining(run) * any(r.pretrained for _, r in several),
-        "Seed": lambda _, run: str(run.seed),
-        "State": lambda _, run: "finished" if run.finished else run.progress,
-        metric.title.capitalize(): lambda _, run: (
-            NONE if run.score is None else run.metric.text(run.score)
-        ),
-        "ms / step": lambda _, run: milliseconds(run.ms_per_step),
-        "Time": lambda _, run: duration(run.seconds),
+    runs = [run for row in rows for run in row.runs]
+    pretraining = ["with" if run.pretrained else "without" for run in runs]
+    columns = {
+        "Run": [run.name for run in runs],
+        "Method": [row.label for row in rows for _ in row.runs],
+        "Pre-training": pretraining if "with" in pretraining else [""] * len(runs),
+        "Seed": [str(run.seed) for run in runs],
+        "State": ["finished" if run.finished else run.progress for run in runs],
+        metric_of(rows).title.capitalize(): [
+            NONE if run.score is None else run.metric.number(run.score) for run in runs
+        ],
+        "ms / step": [milliseconds(run.ms_per_step) for run in runs],
+        "Time": [duration(run.seconds) for run in runs],
     }
-    return Table.of({h: [show(*one) for one in several] for h, show in columns.items()}, "runs")
+    return Table.of(columns, "runs")
 
 
 def differences(runs: list[Run]) -> Table:
@@ -210,24 +180,6 @@ def environments(runs: list[Run]) -> Table:
     pairs = [(key, *pair) for key, some in found.items() for pair in some.items()]
     cells = [Cell(value, ", ".join(names) * (len(found[key]) > 1)) for key, value, names in pairs]
     return Table.of({"Fact": [key for key, *_ in pairs], "Value": cells}, "environment")
-
-
-def table_csv(rows: list[Row]) -> str:
-    """One line for each row of the table; numbers in full."""
-    name = metric_of(rows).name
-    head = ["method", "speedup", "speedup_low", "speedup_high"]
-    for end in ("without", "pretrained"):
-        head += [f"{name}_{end}", f"spread_{end}", f"seeds_{end}", f"unfinished_{end}"]
-    head += ["ms_per_step", "train_seconds", "seconds_per_step", "evals", "vjps", "epochs"]
-    lines = []
-    for row in rows:
-        line: list[object] = [row.label, row.speedup]
-        line += row.range if row.in_turns else [None, None]
-        for some in row.scores:
-            line += [some.mean, some.spread, some.seeds, len(some.unfinished)]
-        line += [row.ms_per_step, row.seconds, row.seconds_per_step, row.evals]
-        lines.append([*line, row.vjps, row.epochs])
-    return csv_text(head, lines)
 
 
 def runs_csv(rows: list[Row]) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
+from gdeq.lab.metric import Metric
 from gdeq.lab.report import methods
-from gdeq.lab.report.runs import Metric, Run, mean, number
+from gdeq.lab.report.runs import Run, mean, number
 from gdeq.lab.report.tables import NONE, Cell, duration, milliseconds, shown
 from gdeq.options import count
 
@@ -27,8 +28,7 @@ class Repeats:
         self.mean = mean(self.values)
         self.final = self.mean if self.finished else None  # of whole runs alone
         self.spread = statistics.stdev(self.values) if len(self.values) > 1 else None
-        # Those tested most often: of the others it is less known when they passed a level.
-        often = min((run.test_every for run in self.runs), default=1)
+        often = min((run.test_every for run in self.runs), default=1)  # the others' lines are rough
         self.followed = [run for run in self.runs if run.test_every == often]
 
     def cell(self, best: bool = False) -> Cell:
@@ -45,23 +45,9 @@ class Repeats:
         if self.mean is None:
             return Cell(NONE if self.finished else UNFINISHED, behind)
         metric = self.runs[0].metric
-        text = metric.text(self.mean)
-        text += "" if self.spread is None else f" ± {metric.text(self.spread)}"
+        text = metric.number(self.mean)
+        text += "" if self.spread is None else f" ± {metric.number(self.spread)}"
         return Cell(text + UNFINISHED * (not self.finished), behind, best)
-
-    def moment(self, level: float) -> Cell:
-        """When a test first passed a level, in the mean; and what that rests on."""
-        passed = [
-            times[0]
-            for run in self.followed
-            if (times := [at for at, value in run.curve("seconds") if value >= level])
-        ]
-        if not passed:
-            return Cell(NONE)
-        many, every = len(self.followed), self.followed[0].test_every
-        notes = [f"{len(passed)} of {count(many, 'run')}"] if len(passed) < many else []
-        notes += [f"tested every {every} epochs"] if every > 1 else []
-        return Cell("≤ " * (every > 1) + duration(mean(passed)), ", ".join(notes))
 
 
 class Row:

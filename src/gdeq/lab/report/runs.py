@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gdeq.lab.files import FileError, load_yaml
+from gdeq.lab.files import FileError, LabError, json_object, load_yaml
+from gdeq.lab.metric import Metric
 
 Record = dict[str, Any]
 Points = list[tuple[float, float]]
 
 
-class ReportError(RuntimeError):
+class ReportError(LabError):
     """The report cannot be made; the message says what to do."""
 
 
@@ -35,43 +33,6 @@ def numbers(records: Iterable[Record], key: str) -> list[float]:
 def mean(values: Iterable[float | None]) -> float | None:
     found = [value for value in values if value is not None]
     return statistics.fmean(found) if found else None
-
-
-@dataclass(frozen=True)
-class Metric:
-    """What the runs of a task are judged by, on its test set."""
-
-    name: str = "accuracy"
-    unit: str = "%"
-    digits: int = 2
-    higher_is_better: bool = True
-
-    @property
-    def key(self) -> str:
-        """Its name in metrics and summaries."""
-        return f"test_{self.name}"
-
-    @property
-    def slug(self) -> str:
-        """Its name in file names: a run folder does not choose where files go."""
-        return re.sub(r"\W+", "_", self.name)
-
-    @property
-    def words(self) -> str:
-        return self.name.replace("_", " ")
-
-    @property
-    def title(self) -> str:
-        unit = f" ({self.unit})" if self.unit else ""
-        return f"test {self.words.lower()}{unit}"
-
-    @property
-    def percent(self) -> bool:
-        """Whether it is the share of test samples that were right."""
-        return self.higher_is_better and self.unit == "%"
-
-    def text(self, value: float) -> str:
-        return f"{value:.{self.digits}f}"
 
 
 class Run:
@@ -95,6 +56,8 @@ class Run:
         get, last = self.config.get, self.epochs[-1] if self.epochs else {}
         adapt, gradient, turns = get("adapt"), get("gradient"), self.timing.get("ms")
         self.gradient: Record = gradient if isinstance(gradient, dict) else {"name": gradient}
+        self.method = str(self.gradient.get("name")).lower()
+        self.revision = self.environment.get("revision")  # of the code
         self.adaptive = isinstance(adapt, dict) and adapt.get("enabled") is True
         self.task = get("data") or get("task")
         self.seed = get("seed")
@@ -149,7 +112,7 @@ def _metric(places: list[Record]) -> Metric:
                 3 if digits is None else min(9, max(0, int(digits))),
                 told.get("higher_is_better") is not False,
             )
-    return Metric()
+    return Metric("accuracy", "%", 2)
 
 
 def _settings(path: Path) -> tuple[Record, str]:
@@ -194,36 +157,25 @@ def _inside(path: Path) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     except OSError as problem:
         raise ReportError(f"cannot read {path}: {problem.strerror}") from problem
 
 
 def _lines(path: Path, problems: list[str]) -> list[Record]:
     """The whole lines.  The last one may be torn: the run was cut off, or is still writing."""
-    lines = _text(path).splitlines() if path.exists() else []
-    records = [_parsed(line) for line in lines]
-    damaged = sum(r is None and bool(x.strip()) for r, x in zip(records[:-1], lines, strict=False))
+    found = [json_object(line) for line in _text(path).splitlines() if line.strip()]
+    damaged = sum(record is None for record in found[:-1])
     if damaged:
         problems.append(f"{damaged} damaged lines in {path.name} were passed over")
-    return [record for record in records if record is not None]
+    return [record for record in found if record is not None]
 
 
 def _object(path: Path, problems: list[str]) -> Record | None:
-    if not path.exists():
-        return None
-    found = _parsed(_text(path))
-    if found is None:
+    found = json_object(_text(path))
+    if found is None and path.exists():
         problems.append(f"{path.name} is damaged and was passed over")
     return found
-
-
-def _parsed(text: str) -> Record | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _ordered(metrics: list[Record], kind: str) -> list[Record]:

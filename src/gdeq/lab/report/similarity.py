@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gdeq.lab.report.figures import Figure, Series
@@ -90,20 +90,26 @@ class Similarity:
 
     @property
     def table(self) -> Table:
-        def medians(key: str, form: str) -> list[str]:
+        def each(key: str, form: str, what: Callable[[list[float]], float]) -> list[str]:
             found = [numbers(some, key) for some in self.groups.values()]
-            return [shown(statistics.median(v) if v else None, form) for v in found]
+            return [shown(what(values) if values else None, form) for values in found]
 
-        cosines = [numbers(some, "cosine") for some in self.groups.values()]
+        median = statistics.median
+        lost = bool(_left_out(self.records))
+        here = each("cosine_here", ".4f", median)
         columns = {
             "Method": [method for _, method in self.groups],
             "After epoch": [str(epoch) for epoch, _ in self.groups],
-            "VJPs, median": medians("vjps", ".3g"),
-            "Batches": [str(len(found)) for found in cosines],
-            "Cosine, median": medians("cosine", ".4f"),
-            "least": [shown(min(found, default=None), ".4f") for found in cosines],
-            "Relative error, median": medians("relative_error", ".3f"),
-            "Adjoint residual, median": medians("adjoint_residual", ".3f"),
+            "VJPs, median": each("vjps", ".3g", median),
+            "Batches": each("cosine", "d", len),
+            "Cosine, median": each("cosine", ".4f", median),
+            "least": each("cosine", ".4f", min),
+            # Nearly all samples have an exact backward pass from where the run's solver stops.
+            "Cosine where the solver stops": here if lost else [],
+            "Relative error, median": each("relative_error", ".3f", median),
+            "Adjoint residual, median": each("adjoint_residual", ".3f", median),
+            "Spectral radius, most": each("spectral_radius_max", ".3f", max),
+            "Exact residual, most": each("exact_residual", ".1e", max),
         }
         return Table.of(columns)
 

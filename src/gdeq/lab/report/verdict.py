@@ -109,7 +109,7 @@ def _score(rows: Sequence[Row]) -> str:
     scored = sum(row.scores[which].final is not None for row in rows)
     unit = f" {metric.unit}" if metric.unit else ""
     ends = [row.scores[which].final or 0.0 for row in (leading[0], leading[-1])]
-    low, high = (metric.text(value) for value in sorted(ends))
+    low, high = (metric.number(value) for value in sorted(ends))
     if len(leading) == 1:
         return f"{_short(leading)} has the best test {metric.words}, {high}{unit}."
     text = f"The runs show no difference in test {metric.words}"

@@ -1,4 +1,4 @@
-"""Image classification with MDEQ: digits, Fashion-MNIST and CIFAR-10, judged by accuracy."""
+"""Image classification with MDEQ: digits and CIFAR-10, judged by accuracy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelConfig:
 class ImageConfig(Config):
     """One training of an MDEQ."""
 
-    data: str = "digits"  # digits, fashion-mnist, cifar10
+    data: str = "digits"  # digits, cifar10
     label_smoothing: float = 0.0  # share of the target that goes to all classes
     model: ModelConfig = field(default_factory=ModelConfig)
     augment: Augment = field(default_factory=Augment)
@@ -48,7 +48,7 @@ class ImageConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self, "data", ("digits", "fashion-mnist", "cifar10"))
+        check_choice(self, "data", ("digits", "cifar10"))
         check_real(self, "label_smoothing", 0.0, 0.99)
 
 
@@ -85,13 +85,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "gradient": {"max_iter": 20, "tol": 1e-2},
         "optimizer": {"lr": 5e-3, "weight_decay": 0.1, **_FAST, "clip": 1.0},
         "augment": {"crop": 1},
-    },
-    "fashion-mnist": {
-        "data": "fashion-mnist",
-        "epochs": 5,
-        "batch_size": 128,
-        "model": {"size": "small"},
-        "augment": {"flip": True},
     },
     # As in MDEQ: Adam at 1e-3 with a cosine over 220 epochs.
     "cifar10": {

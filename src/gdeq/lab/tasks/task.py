@@ -18,16 +18,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
 from gdeq.lab.data.batches import Batches
+from gdeq.lab.metric import Metric
 from gdeq.lab.training.process import Process
 from gdeq.lab.training.settings import Config, ConfigError
 
+__all__ = ["Data", "Metric", "Task"]
 C = TypeVar("C", bound=Config)
 
 
@@ -45,27 +46,6 @@ class Data(NamedTuple):
 
     train: tuple[Tensor, ...]
     test: tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class Metric:
-    """What a task is judged by: the mean of its samples' scores.
-
-    Examples:
-        >>> from gdeq.lab.tasks import Metric
-        >>> Metric("accuracy", "%", digits=1).text(97.5)
-        'accuracy 97.5 %'
-    """
-
-    name: str
-    unit: str = ""
-    digits: int = 3
-    higher_is_better: bool = True
-
-    def text(self, value: float) -> str:
-        """``accuracy 97.50 %``"""
-        unit = f" {self.unit}" if self.unit else ""
-        return f"{self.name.replace('_', ' ')} {value:.{self.digits}f}{unit}"
 
 
 class Task(ABC, Generic[C]):

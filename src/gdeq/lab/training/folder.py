@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import json
 import math
 import os
@@ -11,7 +10,6 @@ import platform
 import subprocess
 from collections.abc import Callable
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,8 @@ import yaml
 from gdeq import __version__
 from gdeq.lab import files
 from gdeq.lab.files import LabError
+from gdeq.lab.metric import Metric
 from gdeq.lab.tasks import registry
-from gdeq.lab.tasks.task import Metric
 from gdeq.lab.training import checkpoint
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.settings import Config
@@ -196,20 +194,13 @@ class RunFolder:
     def tested(summary: dict[str, Any]) -> str:
         """Its metric: ``accuracy 97.50 %``."""
         metric = Metric(**summary["metric"])
-        return metric.text(summary[f"test_{metric.name}"])
+        return metric.text(summary[metric.key])
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All whole lines; those that are damaged or cut off are passed over."""
-    records = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [record for line in lines if (record := files.json_object(line)) is not None]
 
 
 def environment() -> dict[str, Any]:
@@ -224,20 +215,6 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
     }
     return found
-
-
-def companions() -> dict[str, str]:
-    """Packages that are of use but not needed, as they are here."""
-    try:
-        triton = importlib.import_module("triton")
-        usable = f"{triton.__version__}, importable"
-    except Exception as problem:  # a build for another machine fails in ways of its own
-        usable = f"not importable: {type(problem).__name__}: {problem}"
-    try:
-        peer = metadata.version("torchdeq")
-    except metadata.PackageNotFoundError:
-        peer = "not installed"
-    return {"triton": usable, "torchdeq": peer}
 
 
 def device_name(device: torch.device) -> str:

@@ -23,7 +23,6 @@ from gdeq.lab.training import checkpoint
 from gdeq.lab.training.adapting import Controller, beginning, exhausted
 from gdeq.lab.training.config import Config, ConfigError, to_dict
 from gdeq.lab.training.convergence import ConvergenceWatch
-from gdeq.lab.training.failures import DivergedError, TrainingError, check_finite, unwritten
 from gdeq.lab.training.folder import RunError, RunFolder
 from gdeq.lab.training.lock import RunLock
 from gdeq.lab.training.metrics import Sums
@@ -39,7 +38,14 @@ from gdeq.lab.training.process import Process
 from gdeq.lab.training.progress import Silent
 from gdeq.lab.training.recordings import Recordings
 from gdeq.lab.training.records import Recorder, Story, unrolled_steps
-from gdeq.lab.training.stopping import Interrupted, StopRequest
+from gdeq.lab.training.stopping import (
+    DivergedError,
+    Interrupted,
+    StopRequest,
+    TrainingError,
+    check_finite,
+    unwritten,
+)
 from gdeq.options import count
 
 # A gradient without a VJP pays for the measurement with a fraction of an evaluation of f.

@@ -10,10 +10,9 @@ lr √max(1, out / (in·k·k)), so that each row of it has about the length lr.
 
 What is no such matrix (biases, norms, gains, the first and the last layer) is left to Adam.
 
-The momentum of all of them lies in one piece of memory, stack by stack, and the updates are made in
-another: a few long kernels.  On a GPU small matrices of different shapes are filled up with zeros
-to one shape, which changes nothing in the result and saves hundreds of short kernels, and the
-stacks go side by side; nothing is asked of the host.
+Matrices go through Newton–Schulz in stacks.  On a GPU small ones of unlike shapes share a stack,
+filled up with zeros, which changes nothing in the result and saves hundreds of short kernels; the
+stacks go side by side, in bf16, and nothing is asked of the host.
 """
 
 from __future__ import annotations
@@ -36,17 +35,14 @@ LAUNCHES, FLOP, MOVED = 9.0, 2.5e-9, 1e-6
 BRANCHES = 8  # stacks side by side: none of those of MDEQ-LARGE fills a large GPU alone
 
 
-def orthogonalize(
-    x: Tensor, dtype: torch.dtype | None = None, lengths: Tensor | None = None
-) -> Tensor:
-    """About U Vᵀ of each matrix; a matrix of zeros stays one.
-
-    x: (n, rows, columns), rows <= columns.  dtype: of the products and the result, if not of x.
-    lengths: (n,), `lengths_of` them, where they are known.
-    """
+def orthogonalize(x: Tensor) -> Tensor:  # (n, rows, columns), rows <= columns
+    """About U Vᵀ of each matrix; a matrix of zeros stays one."""
     a, b, c = NEWTON_SCHULZ
-    lengths = lengths_of(list(x)) if lengths is None else lengths
-    x = torch.div(x, lengths[:, None, None], out=torch.empty_like(x, dtype=dtype))
+    # In float64, where squares of float32 stay in the range.  (Those of float64 itself may leave
+    # it; then a matrix as small, or as large, has no update.)
+    lengths = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float64)
+    lengths = torch.where(lengths > 0, lengths, 1.0).to(torch.promote_types(x.dtype, torch.float32))
+    x = torch.div(x, lengths, out=torch.empty_like(x))
     for _ in range(STEPS):
         gram = torch.bmm(x, x.mT)
         # a I + b A + c A²: with a X in place of a I, X would be copied to be added to.
@@ -56,19 +52,9 @@ def orthogonalize(
     return x
 
 
-def lengths_of(matrices: list[Tensor]) -> Tensor:  # -> (n,)
-    """‖X‖_F of each, 1 for zeros.  In float64, where squares of float32 stay in the range.
-
-    (Those of float64 itself may leave it; then a matrix as small, or as large, has no update.)
-    """
-    lengths = torch.stack(torch._foreach_norm(matrices, 2.0, torch.float64))
-    kept = torch.promote_types(matrices[0].dtype, torch.float32)
-    return torch.where(lengths > 0, lengths, 1.0).to(kept)
-
-
 @dataclass(frozen=True)
 class Stack:
-    """Matrices that go through Newton–Schulz together."""
+    """Matrices that go through Newton–Schulz together, none of them higher than wide."""
 
     rows: int
     columns: int
@@ -99,151 +85,46 @@ def stacks(shapes: Sequence[tuple[int, int]], pad: bool) -> list[Stack]:
         alike.setdefault(shape, []).append(number)
     found = [Stack(*shape, tuple(members)) for shape, members in alike.items()]
     while pad and len(found) > 1:
-        pairs = ((one + other, one, other) for one, other in combinations(found, 2))
-        best = min(pairs, key=lambda pair: _extra(*pair))
-        if _extra(*best) >= LAUNCHES:
+        pairs = [(one + other, one, other) for one, other in combinations(found, 2)]
+        extra = [both.cost - one.cost - other.cost for both, one, other in pairs]
+        both, *joined = pairs[extra.index(min(extra))]
+        if min(extra) >= LAUNCHES:
             break
-        found = [stack for stack in found if stack not in best[1:]] + [best[0]]
+        found = [stack for stack in found if stack not in joined] + [both]
     return sorted(found, key=lambda stack: -stack.cost)
 
 
-def _extra(both: Stack, one: Stack, other: Stack) -> float:
-    return both.cost - one.cost - other.cost
+def part_of(place: Tensor, x: Tensor) -> Tensor:
+    """Where the matrix x, or its transpose, lies in a stack, in the shape of x."""
+    out, inner = x.shape[0], x.shape[1:].numel()
+    part = place[:out, :inner] if out <= inner else place[:inner, :out].mT
+    return part.view(x.shape)
 
 
-class _Place:
-    """A stack's part of the flat memory, where its matrices (out, in) lie one after the other."""
-
-    def __init__(self, stack: Stack, shapes: list[tuple[int, int]], start: int) -> None:
-        """shapes: (out, in) of the members."""
-        self.stack, self.start = stack, start
-        self.shape = len(stack.members), *shapes[0]
-        self.lying = shapes[0][0] <= shapes[0][1]
-        self.size = sum(out * inner for out, inner in shapes)
-        # Of each number in the stack, where not all are alike: filled up, or some standing.
-        self.positions: Tensor | None = None
-        self.filled: Tensor | None = None
-        if len(set(shapes)) > 1:
-            cells = torch.arange(len(shapes) * stack.rows * stack.columns)
-            cells = cells.view(len(shapes), stack.rows, stack.columns)
-            parts = []
-            for cell, (out, inner) in zip(cells, shapes, strict=True):
-                part = cell[:out, :inner] if out <= inner else cell[:inner, :out].T
-                parts.append(part.flatten())
-            self.positions = torch.cat(parts)
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> None:
-        if self.positions is None:
-            return
-        self.positions = self.positions.to(device)
-        shape = len(self.stack.members), self.stack.rows, self.stack.columns
-        self.filled = torch.zeros(shape, dtype=dtype, device=device)  # beyond the matrices for ever
-
-    def _matrices(self, flat: Tensor) -> Tensor:
-        """Those of a stack in which all are alike, where they lie: (n, rows, columns)."""
-        found = self._part(flat).view(self.shape)
-        return found if self.lying else found.mT
-
-    def _part(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.start + self.size]
-
-    def orthogonal(self, flat: Tensor, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.filled is None or self.positions is None:
-            return orthogonalize(self._matrices(flat), dtype, lengths)
-        self.filled.view(-1).index_copy_(0, self.positions, self._part(flat).to(dtype))
-        return orthogonalize(self.filled, lengths=lengths)
-
-    def put(self, x: Tensor, sizes: Tensor, flat: Tensor) -> None:
-        """The matrices x, each times its size, to where they belong."""
-        sizes = sizes[:, None, None]
-        if self.positions is None:
-            torch.mul(x, sizes, out=self._matrices(flat))
-        else:
-            scaled = (x * sizes).view(-1)
-            torch.index_select(scaled, 0, self.positions, out=self._part(flat))
-
-
-class _Orthogonal:
-    """The momentum and the updates of one group's parameters, in the order of their stacks."""
-
-    def __init__(self, params: list[Tensor], pad: bool | None) -> None:
-        device, kept = params[0].device, params[0].dtype
-        on_gpu = device.type == "cuda"
-        self.params = params
-        self.dtype = torch.bfloat16 if on_gpu and kept == torch.float32 else kept
-        shapes = [(p.shape[0], p.shape[1:].numel()) for p in params]
-        turned = [(out, inner) if out <= inner else (inner, out) for out, inner in shapes]
-        pad = on_gpu if pad is None else pad
-        self.places: list[_Place] = []
-        start = 0
-        for stack in stacks(turned, pad):
-            place = _Place(stack, [shapes[n] for n in stack.members], start)
-            place.to(device, self.dtype)
-            start += place.size
-            self.places.append(place)
-        self.order = [n for place in self.places for n in place.stack.members]
-        self.strides = [_strides(p) for p in params]
-        self.momentum = torch.zeros(start, dtype=kept, device=device)
-        self.buffers = self.views(self.momentum)
-        by_shape = [max(1.0, shapes[n][0] / shapes[n][1]) ** 0.5 for n in self.order]
-        self.by_shape = torch.tensor(by_shape, dtype=kept, device=device)
-        self.on_gpu = on_gpu
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """As the parameters, in their order."""
-        found: dict[int, Tensor] = {}
-        start = 0
-        for n in self.order:
-            found[n] = flat.as_strided(self.params[n].shape, self.strides[n], start)
-            start += self.params[n].numel()
-        return [found[n] for n in range(len(self.params))]
-
-    def __call__(
-        self, grads: list[Tensor], momentum: float, rate: Any, aside: Callable[[], None]
-    ) -> Tensor:
-        """The orthogonal updates, each already of its size.
-
-        aside: the decay of the parameters, done at the same time.
-        """
-        flat = torch.empty_like(self.momentum)
-        views = self.views(flat)
-        torch._foreach_copy_(views, list(map(_with_strides, grads, self.strides)))
-        self.momentum.lerp_(flat, 1 - momentum)
-        flat.lerp_(self.momentum, momentum)  # Nesterov's look ahead
-        lengths = lengths_of([views[n] for n in self.order])
-        sizes = rate * self.by_shape
-        each = [len(place.stack.members) for place in self.places]
-        branches = Parallel(flat.device, BRANCHES, grad=False) if self.on_gpu else Serial()
-        load, kept = [0.0] * BRANCHES, []
-        for place, part, known in zip(
-            self.places, sizes.split(each), lengths.split(each), strict=True
-        ):
-            branch = load.index(min(load))
-            load[branch] += LAUNCHES + place.stack.cost
-            with branches.on(branch):
-                x = place.orthogonal(flat, known, self.dtype)
-                place.put(x, part, flat)
-                kept.append(x)  # until the branches have joined
-        with branches.on(load.index(min(load))):
-            aside()
-        branches.join([flat])
-        return flat
-
-
-def _strides(p: Tensor) -> tuple[int, ...]:
-    """Those of the parameter, or of a contiguous one where its rows are not in one piece."""
-    dense = torch.empty_like(p, device="meta")  # keeps the strides of what has no gaps
-    if dense.stride() == p.stride() and p.stride(0) == p.shape[1:].numel():
-        return p.stride()
-    return torch.empty(p.shape, device="meta").stride()
-
-
-def _with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """x, or a copy where it lies in another order."""
-    ways = zip(x.stride(), strides, x.shape, strict=True)
-    if all(own == wanted for own, wanted, size in ways if size > 1):
-        return x.as_strided(x.shape, strides)
-    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+def orthogonal(directions: list[Tensor], pad: bool) -> list[Tensor]:
+    """Of each matrix or kernel its update, of the length that its shape asks for."""
+    device, kept = directions[0].device, directions[0].dtype
+    dtype = torch.bfloat16 if device.type == "cuda" and kept == torch.float32 else kept
+    shapes = [(x.shape[0], x.shape[1:].numel()) for x in directions]
+    found = [torch.empty_like(x) for x in directions]
+    branches = Parallel(device, BRANCHES, grad=False) if device.type == "cuda" else Serial()
+    load, used = [0.0] * BRANCHES, []
+    for stack in stacks([(min(shape), max(shape)) for shape in shapes], pad):
+        branch = load.index(min(load))
+        load[branch] += LAUNCHES + stack.cost
+        size = len(stack.members), stack.rows, stack.columns
+        with branches.on(branch):
+            filled = torch.zeros(size, dtype=dtype, device=device)
+            for place, number in zip(filled, stack.members, strict=True):
+                part_of(place, directions[number]).copy_(directions[number])
+            made = orthogonalize(filled)
+            for place, number in zip(made, stack.members, strict=True):
+                out, inner = shapes[number]
+                length = max(1.0, out / inner) ** 0.5
+                torch.mul(part_of(place, found[number]), length, out=found[number])
+            used.append((filled, made))  # until the branches have joined
+    branches.join(found)
+    return found
 
 
 class Muon(torch.optim.Optimizer):
@@ -270,16 +151,15 @@ class Muon(torch.optim.Optimizer):
                 f"a parameter of shape {tuple(flat[0].shape)} is no matrix and cannot be made "
                 "orthogonal: put it into a group without 'orthogonal'"
             )
-        self.pad = pad
         # Adam's counter of steps lies on the GPU, as `load_state_dict` is told by these two.
         on_gpu = bool(params) and params[0].device.type == "cuda"
+        self.pad = on_gpu if pad is None else pad
         more = {"fused": on_gpu or None, "capturable": on_gpu, "weight_decay": 0.0}
         super().__init__(
             groups,
             {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "orthogonal": False}
             | more,
         )
-        self.made: dict[int, _Orthogonal] = {}  # by the number of the group
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -287,37 +167,31 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for number, group in enumerate(self.param_groups):
+        for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
             # Autocast would take float32 products for ones that may be rounded.
             with torch.autocast(params[0].device.type, enabled=False):
                 if group["orthogonal"]:
-                    self._orthogonal(number, group, params)
+                    self._orthogonal(group, params)
                 else:
                     self._adam(group, params)
         return loss
 
-    def _orthogonal(self, number: int, group: dict[str, Any], params: list[Tensor]) -> None:
-        made = self.made.get(number)
-        if made is None or list(map(id, made.params)) != list(map(id, params)):
-            made = self.made[number] = _Orthogonal(params, self.pad)
-        for p, buffer in zip(params, made.buffers, strict=True):
-            kept = self.state[p].get("momentum_buffer")
-            if kept is not buffer:
-                if kept is not None:  # from a checkpoint
-                    buffer.copy_(kept)
-                self.state[p]["momentum_buffer"] = buffer
-        rate = group["lr"]
-
-        def decay() -> None:
-            if group["weight_decay"]:
-                torch._foreach_mul_(params, 1 - rate * group["weight_decay"])
-
-        grads = [p.grad for p in params if p.grad is not None]
-        updates = made(grads, group["momentum"], rate, decay)
-        torch._foreach_sub_(params, made.views(updates))
+    def _orthogonal(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        grads: Any = [p.grad for p in params]
+        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(grads, buffers, group["momentum"])  # Nesterov's look ahead
+        updates = orthogonal(list(ahead), self.pad)
+        torch._foreach_mul_(updates, group["lr"])
+        if group["weight_decay"]:
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_sub_(params, updates)
 
     def _adam(self, group: dict[str, Any], params: list[Tensor]) -> None:
         for p in params:

@@ -9,22 +9,32 @@ import torch
 
 from gdeq.lab.training.settings import Config
 
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@contextlib.contextmanager
+def arithmetic(name: str, kind: str) -> Iterator[None]:
+    """float32, tf32, bf16 or fp16 on this kind of device, for what is computed inside."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest" if name == "float32" else "high")
+    torch.backends.cudnn.allow_tf32 = name != "float32"
+    try:
+        with torch.autocast(kind, HALF.get(name, torch.bfloat16), enabled=name in HALF):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
 
 @contextlib.contextmanager
 def precision(config: Config, device: torch.device) -> Iterator[None]:
     """TF32 or bf16 where asked; solvers stay in float32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest" if config.precision == "float32" else "high")
-    cudnn = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = config.precision != "float32"
     tuned = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = device.type == "cuda"  # the shapes stay, so trying pays
     try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+        with arithmetic(config.precision, device.type):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
-        torch.backends.cudnn.allow_tf32 = cudnn
         torch.backends.cudnn.benchmark = tuned
 
 
@@ -32,7 +42,11 @@ def caution(config: Config, device: torch.device) -> str | None:
     """To be said before the first step: an illegal instruction ends a process without a word."""
     if config.precision != "bf16" or device.type != "cpu":
         return None
+    return slow_on_a_cpu("precision=float32")
+
+
+def slow_on_a_cpu(better: str) -> str:
     return (
         "warning: bf16 on a CPU is slow, and some machines do not support it (the process then "
-        "dies with an illegal instruction, SIGILL): precision=float32 is the safe choice"
+        f"dies with an illegal instruction, SIGILL): {better} is the safe choice"
     )

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gdeq.lab.files import shown as plain
-from gdeq.lab.tasks.task import Metric
+from gdeq.lab.metric import Metric
 
 
 class Silent:

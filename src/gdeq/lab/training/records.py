@@ -8,7 +8,7 @@ import statistics
 from dataclasses import asdict
 from typing import Any
 
-from gdeq.lab.tasks.task import Metric
+from gdeq.lab.metric import Metric
 from gdeq.lab.training.folder import RunFolder, device_name
 from gdeq.lab.training.process import Process
 from gdeq.lab.training.settings import Config

@@ -7,7 +7,6 @@ import json
 import math
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,11 @@ from gdeq.lab.tasks import registry
 from gdeq.lab.training import checkpoint, process, progress
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.config import Config, ConfigError
-from gdeq.lab.training.failures import TrainingError
 from gdeq.lab.training.folder import RunError, RunFolder, device_name, read_metrics
 from gdeq.lab.training.loop import Trainer
 from gdeq.lab.training.precision import precision
 from gdeq.lab.training.similarity import methods_for, similarity, solver_for
-from gdeq.lab.training.stopping import Interrupted
+from gdeq.lab.training.stopping import Interrupted, TrainingError
 from gdeq.options import count
 
 GRADIENTS = ("implicit", "jfb", "npg", "gdeq")
@@ -51,31 +49,27 @@ def joined(config: Config, path: Path) -> Iterator[process.Process]:
         process.stop()
 
 
-@dataclass(frozen=True)
-class Manner:
-    """more: other runs come after it, which a signal stops even where this one came to its end.
+def fit(trainer: Trainer, more: bool = False, proceed: str | None = None) -> dict[str, Any]:
+    """Train to the end.
+
+    more: other runs come after it, which a signal stops even where this one came to its end.
     proceed: what one who stopped it is told to continue with (None: `gdeq train --resume`).
     """
-
-    more: bool = False
-    proceed: str | None = None
-
-    def fit(self, trainer: Trainer) -> dict[str, Any]:
-        trainer.proceed = self.proceed
-        summary = trainer.fit()
-        if self.more and trainer.asked_to_stop:
-            raise Interrupted(
-                trainer.stop.caught or signal.SIGTERM,
-                f"stopped after {trainer.run.path}, which is finished; the same command goes on "
-                "with the rest",
-            )
-        return summary
+    trainer.proceed = proceed
+    summary = trainer.fit()
+    if more and trainer.asked_to_stop:
+        raise Interrupted(
+            trainer.stop.caught or signal.SIGTERM,
+            f"stopped after {trainer.run.path}, which is finished; the same command goes on "
+            "with the rest",
+        )
+    return summary
 
 
 def train(path: Path, config: Config, root: Path | None = None, **manner: Any) -> dict[str, Any]:
-    """A new run in a new folder.  manner: that of `Manner`, for all three."""
+    """A new run in a new folder.  manner: options of `fit`, for all three."""
     with joined(config, path) as me:
-        return _begin(me, path, config, root, Manner(**manner))
+        return _begin(me, path, config, root, **manner)
 
 
 def resume(
@@ -95,7 +89,7 @@ def resume(
         tell(_finished(run, summary, config))
         return summary
     with joined(config, path) as me:
-        return _continue(me, run, config, root, Manner(**manner))
+        return _continue(me, run, config, root, **manner)
 
 
 def train_or_resume(
@@ -109,18 +103,18 @@ def train_or_resume(
     with joined(config, path) as me:
         state = me.agree(_state(path, config) if me.first else "")
         if state == MISSING:
-            return _begin(me, path, config, root, Manner(**manner))
+            return _begin(me, path, config, root, **manner)
         run = RunFolder.open(path)
         summary = run.finished(config.epochs) if state == FINISHED else None
         if summary is None:
-            return _continue(me, run, config, root, Manner(**manner))
+            return _continue(me, run, config, root, **manner)
         if me.first:
             tell(_finished(run, summary, config))
         return summary if me.first else {}
 
 
 def _begin(
-    me: process.Process, path: Path, config: Config, root: Path | None, manner: Manner
+    me: process.Process, path: Path, config: Config, root: Path | None, **manner: Any
 ) -> dict[str, Any]:
     path = Path(me.agree(str(path)))
     if me.first:
@@ -130,7 +124,7 @@ def _begin(
     if me.first:
         trainer.run = RunFolder.create(path, config)
     me.wait()
-    return manner.fit(trainer)
+    return fit(trainer, **manner)
 
 
 def _continue(
@@ -138,7 +132,7 @@ def _continue(
     run: RunFolder,
     config: Config,
     root: Path | None,
-    manner: Manner,
+    **manner: Any,
 ) -> dict[str, Any]:
     path, before = run.path, run.config()
     _check_continuable(path)
@@ -162,7 +156,7 @@ def _continue(
                 checkpoint.save(path, state["step"], state, configs.to_dict(config))
             run.write_config(config)
     me.wait()
-    return manner.fit(trainer)
+    return fit(trainer, **manner)
 
 
 def reopen(path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, Config]:

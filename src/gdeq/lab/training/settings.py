@@ -44,19 +44,25 @@ class SolverConfig:
     tol: float = 1e-3  # relative residual at which a sample has converged; 0: take all steps
     memory: int | None = None  # steps that are kept; null: all of them (anderson: 5)
     step_bits: int = 16  # broyden, on a GPU in half precision: keep steps in 16 or 8 bits
+    damping: float = 1.0  # picard: share of the new value in each step, up to 1
     short: ClassVar = "name"
-    read_by: ClassVar = {"memory": ("broyden", "anderson"), "step_bits": ("broyden",)}
+    read_by: ClassVar = {
+        "memory": ("broyden", "anderson"),
+        "step_bits": ("broyden",),
+        "damping": ("picard",),
+    }
 
     def __post_init__(self) -> None:
         check_choice(self, "name", ("broyden", "anderson", "picard"))
         Broyden(step_bits=self.step_bits)  # whatever the name: nobody else would look
+        Picard(damping=self.damping)
         self.build()
 
     def build(self) -> Solver:
         # Of the whole state: what all figures of docs/results.md and the targets of adapt are of.
         shared: dict[str, Any] = {"max_iter": self.max_iter, "tol": self.tol, "stop": "whole"}
         if self.name == "picard":
-            return Picard(**shared)
+            return Picard(damping=self.damping, **shared)
         if self.name == "anderson":
             return Anderson(memory=5 if self.memory is None else self.memory, **shared)
         return Broyden(memory=self.memory, step_bits=self.step_bits, **shared)

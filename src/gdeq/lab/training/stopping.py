@@ -1,11 +1,16 @@
-"""Being asked to stop by a signal: the step ends, is saved, and all stops."""
+"""How a training ends early: asked to by a signal, or because it cannot go on."""
 
 from __future__ import annotations
 
+import errno
+import math
 import signal
 import time
-from types import TracebackType
+from pathlib import Path
 from typing import Any
+
+from gdeq.lab.files import LabError
+from gdeq.lab.training import checkpoint
 
 
 class Interrupted(KeyboardInterrupt):
@@ -35,12 +40,7 @@ class StopRequest:
             self.before[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *problem: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
@@ -49,3 +49,36 @@ class StopRequest:
             self.caught, self.caught_at = number, time.monotonic()
         elif time.monotonic() - self.caught_at >= self.patience:
             raise KeyboardInterrupt
+
+
+class TrainingError(LabError):
+    """The training cannot go on; the last good checkpoint is intact."""
+
+
+class DivergedError(TrainingError):
+    """The loss is no number any more: the same settings would lead there again."""
+
+
+def check_finite(loss: float, step: int, run: Path) -> None:
+    if math.isfinite(loss):
+        return
+    raise DivergedError(
+        f"the loss became NaN or infinite at or before step {step}; {kept(run)}.  Try "
+        "a lower optimizer.lr, optimizer.clip=1, or residual_weight=5 so that f keeps an "
+        "equilibrium; with precision=float32 to see whether it is rounding: "
+        f"`gdeq train --resume {run} optimizer.clip=1`"
+    )
+
+
+def unwritten(problem: OSError, run: Path) -> TrainingError:
+    """A file could not be written."""
+    full = " The disk is full: free some space." * (problem.errno == errno.ENOSPC)
+    return TrainingError(
+        f"could not write to {run}: {problem.strerror or problem};{full} {kept(run)}; continue "
+        f"with `gdeq train --resume {run}`"
+    )
+
+
+def kept(run: Path) -> str:
+    found = checkpoint.available(run)
+    return f"the last good checkpoint is {found[0].name}" if found else "no checkpoint was made"
