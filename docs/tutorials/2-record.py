@@ -49,7 +49,7 @@ for i in range(3):
 # ## A solve that fails
 #
 # Make the cell stronger, and it is no longer a contraction. The plain iteration z ← f(z) then
-# wanders for ever. The record says what happened and what to try.
+# never settles. The record says what happened and what to try.
 
 # %%
 plain = gdeq.solve(cell(6.0), zeros, gdeq.Picard(max_iter=100, tol=1e-6))
@@ -75,7 +75,7 @@ for strength in (0.8, 2.0, 6.0):
 
 # %% [markdown]
 # Then try a solver that can deal with it. Quasi-Newton methods do not need a contraction. A sample
-# that has converged is frozen: its line goes on level while others are still being solved.
+# that has converged is frozen: its line stays level while others are still being solved.
 
 # %%
 tries = {

@@ -23,7 +23,7 @@ for i in range(n):
 
 
 def signals(count):
-    """Piecewise constant signals, and what is measured of them."""
+    """Piecewise constant signals, and their blurred, noisy measurements."""
     edges = torch.rand(count, n) < 0.08
     levels = torch.randn(count, n)
     number = edges.cumsum(1)

@@ -37,7 +37,7 @@ def make_step(compile_cell):
     torch.manual_seed(0)
     cell = Cell(width).to(device)
     if compile_cell:
-        cell.compile()  # in place: names in state_dict stay as they are
+        cell.compile()  # in place: names in state_dict do not change
     deq = gdeq.DEQ(cell, solver=gdeq.Broyden(max_iter=18, tol=0))
     optimizer = torch.optim.SGD(deq.parameters(), lr=1e-3, fused=gpu)
 

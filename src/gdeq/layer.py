@@ -119,9 +119,10 @@ class DEQ(nn.Module):
         gradient: Gradient | None = None,
         **options: Any,
     ) -> State:
-        """The fixed point z = cell(z, *inputs, **options), with gradients.
+        """Return the fixed point z = cell(z, *inputs, **options), with gradients.
 
-        z0: where the solve starts.  solver, gradient: for this call alone.
+        z0: where the solve starts.
+        solver, gradient: for this call only.
         """
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise RuntimeError(
@@ -150,14 +151,14 @@ class DEQ(nn.Module):
     def trajectory(
         self, *inputs: Any, at: Sequence[int], z0: State = None, **options: Any
     ) -> list[State]:
-        """The states after these solver steps and, last, the fixed point (`gdeq.trajectory`)."""
+        """Return the states after these steps and the fixed point; see `gdeq.trajectory`."""
         z0 = self._initial_state(*inputs, **options) if z0 is None else z0
         return self._solve(lambda z: self.cell(z, *inputs, **options), z0, at=at)
 
     def equilibrium(self, f: Callable[[State], State], z0: State) -> State:
-        """The fixed point, from ``z0``, of an ``f`` that stands in for the cell.
+        """Return the fixed point, from ``z0``, of an ``f`` that stands in for the cell.
 
-        Dropout masks and normalised weights in the cell do not change meanwhile.
+        Dropout masks and normalised weights in the cell stay fixed during the solve.
         """
         return self._solve(f, z0)
 

@@ -186,7 +186,7 @@ def mean_by_share(values: Tensor, length: Tensor | None) -> Tensor:  # (batch,) 
 class Solution:
     """A fixed point and how it was found.  Per-sample fields are tensors on the state's device.
 
-    With a tolerance, a sample that never meets it gets the z of smallest ‖f(z) − z‖ that was seen,
+    A sample that never meets its tolerance gets the z with the smallest ‖f(z) − z‖ that was seen,
     which may be z0.
 
     Examples:
@@ -217,18 +217,18 @@ class Solution:
 
     @property
     def status(self) -> list[Status]:
-        """How each sample ended; `str` of one is a sentence.  Reads the device."""
+        """How each sample's solve ended; prints as a sentence.  Waits for the device."""
         return [Status(code) for code in self.codes.tolist()]
 
     @property
     def error(self) -> Tensor | None:  # (batch,)
         """An estimate of ‖z − z*‖/‖z‖, the step ‖B⁻¹g‖ that Broyden's method would take next.
 
-        None for a solver that builds no inverse.  No bound: B⁻¹ knows little but the directions
-        that the solve has gone.  Of random linear maps the error was at most 5 times as large for
-        90 % of samples, and up to 6,000 times where I − ∂f/∂z was nearly singular
-        (benchmarks/gradients.py).  Where the residual is small and this is not, z is not yet near a
-        fixed point, and f may have none.
+        None for a solver that builds no inverse.  It is not a bound: B⁻¹ is accurate only in the
+        directions in which the solve has moved.  On random linear maps the error was at most 5
+        times the estimate for 90 % of samples, and up to 6,000 times where I − ∂f/∂z was nearly
+        singular (benchmarks/gradients.py).  If the residual is small and the estimate is not, z is
+        not near a fixed point yet, and f may have none.
         """
         if self.inverse is None:
             return None
@@ -237,7 +237,7 @@ class Solution:
         return None if found is None else torch.where(self.residual.isfinite(), found, torch.nan)
 
     def summary(self) -> dict[str, float]:
-        """Plain numbers for a logger.  Reads the device."""
+        """Return plain numbers for a logger.  Waits for the device."""
         found = {"samples": float(len(self.codes)), "evals": float(self.evals)}
         if len(self.codes):
             found["converged"] = self.converged.double().mean().item()  # the share of samples
