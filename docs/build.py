@@ -221,6 +221,8 @@ def main() -> None:
     if name := parser.parse_args().keep:
         keep(DOCS / "tutorials" / f"{name}.py")
         return
+    # Tensors are small here, and on a busy machine several threads wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     shutil.rmtree(STAGE, ignore_errors=True)
     for source in sorted(DOCS.rglob("*")):
         place = STAGE / source.relative_to(DOCS)
