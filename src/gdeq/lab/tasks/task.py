@@ -16,6 +16,7 @@ resume, several processes, CUDA graphs, adaptive budgets, comparisons and the re
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class Data(NamedTuple):
 class Metric:
     """What a task is judged by: the mean of its samples' scores.
 
+    exponential: it is e to the power of that mean, as perplexity is.
+
     Examples:
         >>> from gdeq.lab.tasks import Metric
         >>> Metric("accuracy", "%", digits=1).text(97.5)
@@ -61,6 +64,11 @@ class Metric:
     unit: str = ""
     digits: int = 3
     higher_is_better: bool = True
+    exponential: bool = False
+
+    def of_mean(self, score: float) -> float:
+        """The metric from the mean score."""
+        return math.exp(min(score, 700.0)) if self.exponential else score
 
     def text(self, value: float) -> str:
         """``accuracy 97.50 %``"""
@@ -115,6 +123,9 @@ class Task(ABC, Generic[C]):
     def score(self, output: Any, *targets: Tensor) -> Tensor:  # -> (batch,)
         """Each sample's part of the metric."""
         return self.losses(output, *targets)
+
+    def advance(self, model: Any) -> None:
+        """Called after each batch of a training or a test, for a model that keeps something."""
 
     def train_batches(self, size: int, plain: bool = False) -> Batches:
         """plain: without random changes to the samples, if the task makes any."""
