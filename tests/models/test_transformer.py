@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gdeq
-from gdeq.models.transformer import Transformer
+from gdeq.models.transformer import Transformer, turned, turns_of
 
 SYMBOLS, WINDOW = 30, 6
 
@@ -60,7 +60,9 @@ def test_the_memory_is_as_long_as_it_is_said_to_be():
     apart = (by_segments(made, other) - whole).abs().amax((0, 2))
     assert apart[WINDOW : 2 * WINDOW].min() > 1e-6  # the second segment sees the first
     none = model(memory=0)
-    assert torch.equal(by_segments(none, tokens)[:, -WINDOW:], by_segments(none, tokens[:, -WINDOW:]))
+    assert torch.equal(
+        by_segments(none, tokens)[:, -WINDOW:], by_segments(none, tokens[:, -WINDOW:])
+    )
 
 
 def test_training_has_a_memory_of_its_own():
@@ -82,8 +84,6 @@ def test_training_has_a_memory_of_its_own():
 
 def test_places_are_relative():
     """Turned by rotary places, products of queries and keys know the distance alone."""
-    from gdeq.models.transformer import turned, turns_of
-
     places = torch.arange(9.0, dtype=torch.float64)
     q, k = torch.randn(2, 1, 8, dtype=torch.float64)
     turns = turns_of(places, 8)
@@ -111,11 +111,11 @@ def test_gradients_are_those_of_the_equilibrium(memory):
         direction = torch.randn_like(parameter)
         wanted = (parameter.grad * direction).sum()
         with torch.no_grad():
-            parameter += 1e-5 * direction
+            parameter.add_(direction, alpha=1e-5)
             above = loss()
-            parameter -= 2e-5 * direction
+            parameter.add_(direction, alpha=-2e-5)
             below = loss()
-            parameter += 1e-5 * direction
+            parameter.add_(direction, alpha=1e-5)
         assert torch.allclose((above - below) / 2e-5, wanted, rtol=1e-5)
 
 

@@ -248,7 +248,8 @@ def sample(
     tol: Annotated[float, typer.Option(min=0.0, help="Relative residual of each solve.")] = 1e-2,
     steps: Annotated[int, typer.Option(min=1, help="Solver steps of a token at most.")] = 50,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Start each solve from zeros, not from the last token's.")
+        bool,
+        typer.Option("--fresh", help="Start each solve from zeros, not from the last token's."),
     ] = False,
     data: Root = None,
     device: Device = None,
@@ -260,7 +261,8 @@ def sample(
     from gdeq.lab.training.precision import precision
 
     trainer = runs.trained(run, data, device)
-    task, model = trainer.task, trainer.model
+    task = trainer.task
+    model: Any = trainer.model
     if not isinstance(task, Language):
         raise configs.ConfigError(f"{run} is no language model: its task is {task.name}")
     start = task.encoded(prompt)

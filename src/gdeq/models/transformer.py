@@ -16,7 +16,7 @@ they are an explicit transformer of the same parameters: ``deq.solver = None`` a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -197,7 +197,7 @@ class Transformer(nn.Module):
         visible = (place >= kept - filled) & (place <= place[kept:, None])
         turns = turns_of(place.to(memory.dtype), memory.shape[3] // self.heads)
         before = (turns[0][:kept], turns[1][:kept])
-        looks = [block.look for block in self.cell.blocks]
+        looks: list[Any] = [block.look for block in self.cell.blocks]
         past = tuple(
             look.keys_and_values(old, before) for look, old in zip(looks, memory, strict=True)
         )
@@ -227,7 +227,10 @@ class Transformer(nn.Module):
             return self.memory, self.filled
         if self.recent is None or self.recent[0].shape[1] != rows:
             blocks, _, kept, width = self.memory.shape
-            self.recent = self.memory.new_zeros(blocks, rows, kept, width), self.filled.new_zeros(())
+            self.recent = (
+                self.memory.new_zeros(blocks, rows, kept, width),
+                self.filled.new_zeros(()),
+            )
         return self.recent
 
     def _masks(self, rows: int) -> Masks:

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from gdeq import Picard
 from gdeq.lab.data.text import Text
 from gdeq.lab.tasks import Metric, language
 from gdeq.lab.tasks.language import NOTHING, Bytes, Words, baselines, in_rows, python_help
@@ -22,19 +23,19 @@ TINY = [
 WORDS = ("<eos>", "<unk>", "cat", "mat", "on", "sat", "the")
 
 
+def short_text(task):
+    """One that is learned in a second."""
+    if task.config.data == "python":
+        whole = python_help()
+        return Text(whole.train[:600], whole.validation[:101], whole.test[:150])
+    line = [6, 2, 5, 4, 6, 3, 0]  # the cat sat on the mat
+    one = torch.tensor(line * 60, dtype=torch.int32).numpy()
+    return Text(one, one[:50], one[:75], WORDS)
+
+
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Texts of which a training takes a second."""
-
-    def text(self):
-        if self.config.data == "python":
-            whole = python_help()
-            return Text(whole.train[:900], whole.validation[:101], whole.test[:150])
-        line = [6, 2, 5, 4, 6, 3, 0]  # the cat sat on the mat
-        one = torch.tensor(line * 60, dtype=torch.int32).numpy()
-        return Text(one, one[:50], one[:75], WORDS)
-
-    monkeypatch.setattr(language.Language, "_text", text)
+    monkeypatch.setattr(language.Language, "_text", short_text)
 
 
 def config(*settings, preset="chars"):
@@ -82,7 +83,10 @@ def test_the_metric_is_that_of_all_tokens():
     nats = torch.nn.functional.cross_entropy(logits[text[:-1]], text[1:])
     assert Words.metric.of_mean(torch.cat(scores).mean().item()) == pytest.approx(math.exp(nats))
     x, *targets = batches[0][1]
-    bits, losses = task(Bytes).score(logits[x.long()], *targets), words.losses(logits[x.long()], *targets)
+    bits, losses = (
+        task(Bytes).score(logits[x.long()], *targets),
+        words.losses(logits[x.long()], *targets),
+    )
     assert torch.allclose(bits, losses / math.log(2))
     assert Metric("x").of_mean(3.0) == 3.0
 
@@ -113,22 +117,32 @@ def test_the_help_of_python_is_split_without_a_gap():
 )
 def test_every_gradient_trains_it(tmp_path, gradient):
     runs.train(tmp_path / "run", config(*gradient))
-    first, last = (r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "epoch")
+    first, last = (
+        r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "epoch"
+    )
     assert last["train_bits_per_byte"] < first["train_bits_per_byte"]
 
 
-def test_words_are_learned(tmp_path):
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory):
     """Six words in one order: memory and places tell which `the` it is."""
+    path = tmp_path_factory.mktemp("learned") / "run"
     more = ["epochs=12", "solver.max_iter=6", "gradient.steps=2", "ema=0.5"]
-    summary = runs.train(tmp_path / "run", config(*more, preset="ptb"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(language.Language, "_text", short_text)
+        runs.train(path, config(*more, preset="ptb"))
+    return path
+
+
+def test_words_are_learned(learned):
+    summary = json.loads((learned / "summary.json").read_text())
     assert summary["test_perplexity"] < 1.5
     assert summary["metric"]["exponential"]
-    found = runs.evaluate(tmp_path / "run", steps=30)
+    found = runs.evaluate(learned, steps=30)
     assert found["perplexity"] == pytest.approx(summary["test_perplexity"], rel=0.2)
 
 
-@pytest.mark.parametrize("moment", [3, 27])
-def test_interrupted_it_is_the_same_to_the_bit(tmp_path, monkeypatch, moment):
+def test_interrupted_it_is_the_same_to_the_bit(tmp_path, monkeypatch):
     """Also in the middle of an epoch, where the memory is in use."""
     settings = ["model.dropout=0.1", "model.embedding=0.1", "checkpoint_seconds=0"]
     runs.train(tmp_path / "whole", config(*settings))
@@ -137,7 +151,7 @@ def test_interrupted_it_is_the_same_to_the_bit(tmp_path, monkeypatch, moment):
     def stopped(self, model):
         advance(self, model)
         calls.append(model.training)
-        if sum(calls) == moment + 1:
+        if sum(calls) == 25:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(language.Language, "advance", stopped)
@@ -161,18 +175,16 @@ def test_tests_in_between_change_nothing(tmp_path):
     assert first == runs.evaluate(tmp_path / "often")
 
 
-def test_a_text_is_continued(tmp_path, gdeq):
-    more = ["epochs=12", "solver.max_iter=6", "gradient.steps=2"]
-    runs.train(tmp_path / "run", config(*more, preset="ptb"))
-    arguments = ["sample", tmp_path / "run", "--prompt", "the cat", "--tokens", "12"]
+def test_a_text_is_continued(learned, gdeq):
+    arguments = ["sample", learned, "--prompt", "the cat", "--tokens", "12"]
     code, said = gdeq(*arguments, "--temperature", "0.01", "--tol", "1e-4")
     assert code == 0, said
     assert said.startswith("the cat sat on the mat\nthe cat sat on the mat")
     code, fresh = gdeq(*arguments, "--temperature", "0.01", "--tol", "1e-4", "--fresh")
     steps = [float(text.split("\n")[-2].split()[0]) for text in (said, fresh)]
     assert said.split("\n")[:2] == fresh.split("\n")[:2]
-    assert 1 <= steps[0] and 1 <= steps[1]
-    code, said = gdeq("sample", tmp_path / "run", "--prompt", " ")
+    assert min(steps) >= 1
+    code, said = gdeq("sample", learned, "--prompt", " ")
     assert code == 1
     assert "--prompt is empty" in said
 
@@ -180,20 +192,15 @@ def test_a_text_is_continued(tmp_path, gdeq):
 def test_reuse_saves_steps_where_tokens_repeat():
     """Decoding a text of one token: its equilibrium is that of the token before."""
     made = task(Bytes, "memory=0").model()
-    made.deq.solver = language_solver()
+    made.deq.solver = Picard(max_iter=100, tol=1e-4)
     prompt = torch.zeros(4, dtype=torch.long)
     with torch.no_grad():
         made.bias.zero_()[0] = 100.0  # always the same token
     warm, cold = (
-        [n for _, n in language.continued(made, prompt, 5, 1.0, 0, reuse)] for reuse in (True, False)
+        [n for _, n in language.continued(made, prompt, 5, 1.0, 0, reuse)]
+        for reuse in (True, False)
     )
     assert max(warm) <= 1 < min(cold)
-
-
-def language_solver():
-    from gdeq import Picard
-
-    return Picard(max_iter=100, tol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -223,9 +230,3 @@ def test_the_mean_score_becomes_the_metric():
     sums = Sums(torch.device("cpu"), Words.metric)
     sums.values[:, 0], sums.values[:, 2] = 4, 4 * math.log(7)
     assert sums.read(process.Process(torch.device("cpu")))["perplexity"] == pytest.approx(7)
-
-
-def test_a_summary_is_json(tmp_path):
-    runs.train(tmp_path / "run", config("epochs=1"))
-    told = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert told["metric"]["name"] == "bits_per_byte"

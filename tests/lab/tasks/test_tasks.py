@@ -5,7 +5,6 @@ import shutil
 import signal
 
 import pytest
-import torch
 from training_runs import assert_same_run, metrics, start_all, steps_seen, wait_until
 
 from gdeq.lab.tasks import registry
@@ -221,7 +220,8 @@ def test_a_task_that_is_not_there(tmp_path, gdeq):
     code, said = gdeq("train", "task=sounds")
     assert code == 1
     assert (
-        "there is no task 'sounds': write images, bytes, words, sudoku, or the path of a .py file" in said
+        "there is no task 'sounds': write images, bytes, words, sudoku, or the path of a .py file"
+        in said
     )
 
 

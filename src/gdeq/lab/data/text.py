@@ -89,14 +89,16 @@ class Words(TextRecipe):
         )
 
     def arrays(self, contents: dict[str, Contents]) -> Text:  # type: ignore[override]
-        train, validation, test = (words_of(bytes(contents[name])) for name in self.md5)
-        vocabulary = sorted(set(train))
+        parts = [words_of(bytes(contents[name])) for name in self.md5]
+        vocabulary = sorted(set(parts[0]))
         numbers = {word: number for number, word in enumerate(vocabulary)}
-        unknown = sorted({*validation, *test} - set(numbers))
+        unknown = sorted({word for part in parts for word in part} - set(numbers))
         if unknown:
             raise DataError(f"{self.title}: {unknown[0]!r} is not a word of the training part")
-        parts = (np.array([numbers[w] for w in part], np.int32) for part in (train, validation, test))
-        return Text(*parts, words=tuple(vocabulary))
+        train, validation, test = (
+            np.array([numbers[word] for word in part], np.int32) for part in parts
+        )
+        return Text(train, validation, test, tuple(vocabulary))
 
     def ways(self, progress: Progress) -> Iterator[Way]:
         def fetched(scratch: Path) -> Path:

@@ -292,8 +292,9 @@ def python_help() -> Text:
     """The texts of Python's ``help()``: some 460 kB of English about programming."""
     topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
     text = "\n".join(topics[name] for name in sorted(topics)).encode()
-    parts = np.split(np.frombuffer(text, np.uint8).copy(), [len(text) * n // 20 for n in (18, 19)])
-    return Text(*parts)
+    ends = [len(text) * part // 20 for part in (18, 19)]
+    train, validation, test = np.split(np.frombuffer(text, np.uint8).copy(), ends)
+    return Text(train, validation, test)
 
 
 def baselines(train: Tensor, test: Tensor) -> tuple[float, float]:
