@@ -1,5 +1,7 @@
 """The DEQ transformer: causal, with a memory that is as good as the text itself."""
 
+import doctest
+
 import pytest
 import torch
 
@@ -37,6 +39,17 @@ def test_no_token_sees_a_later_one(blocks):
     other[:, 7:] = (other[:, 7:] + 1) % SYMBOLS
     apart = (by_segments(made, tokens, 18) - by_segments(made, other, 18)).abs().amax((0, 2))
     assert apart[:7].max() < 1e-8
+    assert apart[7:].min() > 0.05
+
+
+def test_after_few_steps_of_picard_it_is_causal_too():
+    made, tokens = model(blocks=1), text()
+    made.deq.solver = gdeq.Picard(max_iter=2, tol=0.0)
+    other = tokens.clone()
+    other[:, 7:] = (other[:, 7:] + 1) % SYMBOLS
+    with torch.no_grad():
+        apart = (made(tokens) - made(other)).abs().amax((0, 2))
+    assert apart[:7].max() < 1e-13
     assert apart[7:].min() > 0.05
 
 
@@ -127,3 +140,10 @@ def test_dropout_is_one_function_during_a_solve():
     assert (a - b).abs().max() > 0.1
     made.eval()
     assert torch.equal(made(text(WINDOW)), made(text(WINDOW)))
+
+
+def test_its_example_runs():
+    (found,) = doctest.DocTestFinder(recurse=False).find(Transformer, "Transformer")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        assert doctest.DocTestRunner(verbose=False).run(found).failed == 0
