@@ -119,8 +119,9 @@ class Transformer(nn.Module):
 
     rows: texts that are read side by side in training.
     memory: tokens before a segment that are attended to.
-    dropout: share of features dropped in f.  embedding: share of the words that are dropped from a
-        text, wherever they occur.  outer: share of features dropped of x and of the equilibrium.
+    dropout: share of features dropped in f, the same at all tokens of a text.
+    embedding: share of the symbols that are dropped from a batch, wherever they occur.
+    outer: share of features dropped of x and of the equilibrium.
 
     Examples:
         >>> import torch
