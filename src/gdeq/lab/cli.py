@@ -60,8 +60,8 @@ Settings = Annotated[
 ]
 KEYS = ["Settings and their defaults, which a preset may change:", ""]
 KEYS += configs.help_lines(registry.TASKS["images"].settings)
-KEYS += ["", "chars has these instead of data, label_smoothing, model and augment:", ""]
-KEYS += [line for line in configs.help_lines(registry.TASKS["chars"].settings) if line not in KEYS]
+KEYS += ["", "chars and the other texts have, in place of data and all that follows model:", ""]
+KEYS += [line for line in configs.help_lines(registry.TASKS["bytes"].settings) if line not in KEYS]
 Root = Annotated[
     Path | None, typer.Option("--data", help="Folder of the data sets ($GDEQ_DATA, else ./data).")
 ]
@@ -229,6 +229,48 @@ def evaluate(
             f"{found['loss']:.4f}, {found['samples']:.0f} {task.samples}, residual "
             f"{found['residual']:.1e}"
         )
+
+
+@app.command()
+@plain_errors
+def sample(
+    run: RunPath,
+    prompt: Annotated[str, typer.Option(help="The text to continue.")] = "The ",
+    tokens: Annotated[int, typer.Option(min=1, help="Words or bytes to add.")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Below 1: more likely ones.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
+    tol: Annotated[float, typer.Option(min=0.0, help="Relative residual of each solve.")] = 1e-2,
+    steps: Annotated[int, typer.Option(min=1, help="Solver steps of a token at most.")] = 50,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="Start each solve from zeros, not from the last token's."),
+    ] = False,
+    data: Root = None,
+    device: Device = None,
+) -> None:
+    """Continue a text by a finished language model."""
+    from gdeq import Picard
+    from gdeq.lab.tasks.language import Language, continued
+    from gdeq.lab.training import runs
+    from gdeq.lab.training.precision import precision
+
+    trainer = runs.trained(run, data, device)
+    task = trainer.task
+    model: Any = trainer.model
+    if not isinstance(task, Language):
+        raise configs.ConfigError(f"{run} is no language model: its task is {task.name}")
+    start = task.encoded(prompt)
+    if not len(start):
+        raise configs.ConfigError("--prompt is empty: write at least one word")
+    trainer.set_phase(trainer.total - 1)
+    solved = trainer.deq.solver is not None  # else it is evaluated once
+    if solved:
+        trainer.deq.solver = Picard(max_iter=steps, tol=tol, stop="whole")
+    with precision(trainer.config, trainer.process.device):
+        made = list(continued(model, start, tokens, temperature, seed, solved and not fresh))
+    typer.echo(task.decoded([*start.tolist(), *(token for token, _ in made)]))
+    mean = statistics.mean(taken for _, taken in made)
+    tell(f"{mean:.1f} solver steps a token, to a residual of {tol:g}")
 
 
 @app.command()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Metric:
     """What a task is judged by: the mean of its samples' scores.
+
+    exponential: it is e to the power of that mean, as perplexity is.
 
     Examples:
         >>> from gdeq.lab.tasks import Metric
@@ -19,6 +22,11 @@ class Metric:
     unit: str = ""
     digits: int = 3
     higher_is_better: bool = True
+    exponential: bool = False
+
+    def of_mean(self, score: float) -> float:
+        """The metric from the mean score."""
+        return math.exp(min(score, 700.0)) if self.exponential else score
 
     @property
     def key(self) -> str:

@@ -5,12 +5,10 @@ import shutil
 import signal
 
 import pytest
-import torch
 from training_runs import assert_same_run, metrics, run_all, steps_seen, wait_until
 
-from gdeq.lab.tasks import chars, registry
+from gdeq.lab.tasks import registry
 from gdeq.lab.training import config as configs
-from gdeq.lab.training import process
 from gdeq.lab.training.folder import RunFolder
 
 MY_TASK = '''
@@ -209,58 +207,8 @@ def test_a_task_that_is_not_there(tmp_path, gdeq):
     assert f"cannot read the task {tmp_path / 'none.py'}: there is no such file" in said
     said = gdeq.refused("train", "task=sounds")
     assert (
-        "there is no task 'sounds': write images, chars, sudoku, or the path of a .py file" in said
-    )
-
-
-# -- characters ------------------------------------------------------------------------------------
-
-
-def test_the_text_and_its_windows():
-    task = chars.Chars(configs.load("chars", ["window=16"]), process.Process(torch.device("cpu")))
-    assert len(task.text) > 100_000
-    for x, y in task.data:
-        assert x.shape == y.shape
-        assert x.shape[1] == 16
-        assert torch.equal(x.flatten()[1:], y.flatten()[:-1])  # the next character
-    assert task.data.train[0].numel() > 8 * task.data.test[0].numel()
-
-
-def test_baselines_by_hand():
-    """Of four characters: a b a b | a b, each pair counted once more than seen."""
-    text = torch.tensor([0, 1, 0, 1, 0, 1])
-    one, two = chars.baselines(text, 4, 2)
-    # Three pairs in the training text: 0→1 twice, 1→0 once; judged is the pair 0→1 at the end.
-    assert one == pytest.approx(-torch.tensor(3 / 5).log2().item())
-    assert two == pytest.approx(-torch.tensor(3 / 4).log2().item())
-
-
-def test_no_character_sees_a_later_one():
-    config = configs.load("chars", ["width=8", "window=12"])
-    model = chars.Reader(5, config).double().eval()
-    text = torch.randint(0, 5, (2, 12))
-    other = text.clone()
-    other[:, 7:] = (other[:, 7:] + 1) % 5
-    with torch.no_grad():
-        apart = (model(text) - model(other)).abs().amax(dim=(0, 2))
-    assert apart[:7].max() < 0.05 < apart[7:].min()  # solved to a tolerance of 1e-2
-
-
-def test_a_language_model_beats_its_baseline(tmp_path, gdeq, monkeypatch):
-    """By less text than the preset's, so that it takes seconds."""
-    whole = chars.corpus()
-    monkeypatch.setattr(chars, "corpus", lambda: "the cat sat on the mat; " * 300 + whole[:3000])
-    settings = ["epochs=4", "width=16", "window=24", "optimizer.lr=1e-2", "device=cpu"]
-    said = gdeq.ok("train", "chars", *settings, "--out", tmp_path / "run")
-    assert "bits per character of the test text by counts" in said
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["metric"]["name"] == "bits_per_character"
-    first, last = (
-        [r for r in metrics(tmp_path / "run") if r["kind"] == "epoch"][n] for n in (0, -1)
-    )
-    assert last["train_bits_per_character"] < 0.8 * first["train_bits_per_character"]
-    assert last["test_loss"] == pytest.approx(
-        last["test_bits_per_character"] * torch.tensor(2.0).log().item(), rel=1e-6
+        "there is no task 'sounds': write images, bytes, words, sudoku, or the path of a .py file"
+        in said
     )
 
 

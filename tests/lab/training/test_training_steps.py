@@ -16,6 +16,7 @@ from gdeq.gradients import GDEQ, Unrolled
 from gdeq.holding import VariationalDropout, hold
 from gdeq.lab import report
 from gdeq.lab.report.runs import read_run
+from gdeq.lab.tasks import Metric
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import loop, optimization, process, progress, records, runs, timing
 from gdeq.lab.training.folder import RunFolder
@@ -572,7 +573,7 @@ def test_measured_steps_have_all_phases_of_a_penalty(trainer, every):
 
 
 def test_a_number_that_is_not_finite_is_in_its_own_window_alone():
-    sums = Sums(torch.device("cpu"), "accuracy")
+    sums = Sums(torch.device("cpu"), Metric("accuracy"))
     found = []
     for step in range(12):
         if step % 6 == 0:

@@ -14,8 +14,10 @@ from gdeq.lab.data.digits import Digits
 from gdeq.lab.data.errors import DataError
 from gdeq.lab.data.recipe import Source
 from gdeq.lab.data.sudoku import Sudoku
+from gdeq.lab.data.text import Enwik8, penn_treebank, wikitext2
 
-SETS: dict[str, Source] = {s.name: s for s in (Digits(), CIFAR10(), Sudoku())}
+TEXTS: tuple[Source, ...] = (penn_treebank(), wikitext2(), Enwik8())
+SETS: dict[str, Source] = {s.name: s for s in (Digits(), CIFAR10(), Sudoku(), *TEXTS)}
 NAMES = tuple(SETS)
 
 

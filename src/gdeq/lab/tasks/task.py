@@ -96,6 +96,9 @@ class Task(ABC, Generic[C]):
         """Each sample's part of the metric."""
         return self.losses(output, *targets)
 
+    def advance(self, model: Any) -> None:
+        """Called after each batch of a training or a test, for a model that keeps something."""
+
     def train_batches(self, size: int, plain: bool = False) -> Batches:
         """plain: without random changes to the samples, if the task makes any."""
         return Batches(self.data.train, size, seed=self.config.seed, **self.share())

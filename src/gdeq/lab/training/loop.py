@@ -88,7 +88,7 @@ class Trainer:
         # The penalty's weight, where a recorded step reads it.
         self.penalty_weight = torch.zeros((), device=device)
         self.seconds = 0.0  # spent training, over all pieces of the run
-        metric = self.task.metric.name
+        metric = self.task.metric
         self.sums, self.test_sums = Sums(device, metric), Sums(device, metric)  # of this epoch
         self.saved_at = time.monotonic()
         self.stop = StopRequest(patience=20.0 if process.world_size > 1 else 2.0)
@@ -431,6 +431,7 @@ class Trainer:
         self.clip_gradients()
         self.optimizer.step()
         self._add(self.sums, loss, output, targets, self.deq)
+        task.advance(model)
 
     def _add(
         self, sums: Sums, loss: Tensor, output: Any, targets: tuple[Tensor, ...], deq: DEQ
@@ -534,6 +535,7 @@ class Trainer:
         output = self.evaluated(x)
         loss = self.task.losses(output, *targets).mean()
         self._add(self.test_sums, loss, output, targets, _deq_of(self.evaluated, self.task))
+        self.task.advance(self.evaluated)
 
     def _finish(self) -> dict[str, Any]:
         if not self.process.first:  # the files are the first one's

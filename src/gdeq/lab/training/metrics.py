@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from gdeq.lab.metric import Metric
 from gdeq.lab.training.process import Process
 from gdeq.solution import Solution, mean_by_share
 
@@ -18,7 +19,7 @@ class Sums:
     measured for, and not in what comes after.  Reading them is the only time the loop waits for
     the device.
 
-    metric: the name under which the mean score is read.
+    metric: what the mean score is read as.
     """
 
     # What is known of w, each with the number of samples that have it.
@@ -33,7 +34,7 @@ class Sums:
     )
     EPOCH, LOG, LOOK = range(3)  # since the epoch began, the last log line, the last adapting
 
-    def __init__(self, device: torch.device, metric: str) -> None:
+    def __init__(self, device: torch.device, metric: Metric) -> None:
         self.metric = metric
         self.values = torch.zeros(3, len(self.NAMES), dtype=torch.float64, device=device)
 
@@ -90,8 +91,8 @@ class Sums:
             total, known = sums.pop(name), sums.pop(those)
             backward[name] = total / known if known else math.nan
         means = {name: total / max(1.0, samples) for name, total in sums.items()}
-        score = means.pop("score")
-        return {"samples": samples, **means, self.metric: score, **backward}
+        score = self.metric.of_mean(means.pop("score"))
+        return {"samples": samples, **means, self.metric.name: score, **backward}
 
     def state(self, process: Process) -> Tensor:
         """Over all processes: how many there will be after a resume is not known."""
