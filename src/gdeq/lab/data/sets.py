@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from gdeq.lab.data.bsd import BSD
 from gdeq.lab.data.cifar10 import CIFAR10
 from gdeq.lab.data.dataset import Dataset, make
 from gdeq.lab.data.digits import Digits
@@ -16,7 +17,9 @@ from gdeq.lab.data.fashion_mnist import FashionMNIST
 from gdeq.lab.data.recipe import Source
 from gdeq.lab.data.sudoku import Sudoku
 
-SETS: dict[str, Source] = {s.name: s for s in (Digits(), CIFAR10(), FashionMNIST(), Sudoku())}
+SETS: dict[str, Source] = {
+    s.name: s for s in (Digits(), CIFAR10(), FashionMNIST(), Sudoku(), BSD())
+}
 NAMES = tuple(SETS)
 
 
