@@ -1,10 +1,13 @@
 """Inverse imaging: operators by their adjoints, equilibria by the equations that they solve."""
 
+import doctest
+
 import pytest
 import torch
 from torch.nn.functional import conv2d, pad, softshrink
 
 import gdeq
+from gdeq.models import proximal
 from gdeq.models.proximal import (
     ADMM,
     Blur,
@@ -73,7 +76,7 @@ def test_both_methods_solve_the_lasso(name):
     """min ½‖Ax − y‖² + ‖x‖₁ / 5, with η = 0.5: 0 is in Aᵀ(Ax − y) + ∂‖x‖₁ / 5."""
     A, channels = operators((8, 9))[name]
     y = torch.randn(3, channels, 8, 9, dtype=torch.float64)
-    solver = gdeq.Picard(max_iter=2000, tol=1e-10)
+    solver = gdeq.Anderson(max_iter=500, tol=1e-10)
     with torch.no_grad():
         x = gdeq.DEQ(ProximalGradient(shrink, 0.5).double(), solver)(y, A)
         z, u = gdeq.DEQ(ADMM(shrink, 0.5).double(), solver)(y, A)
@@ -168,3 +171,8 @@ def test_psnr():
     image[1, 0, 0, 0] += 200  # shows as white: 155 grey levels off, in one pixel of 64
     wanted = [10 * torch.tensor(255**2 / e).log10() for e in (100.0, 155**2 / 64)]
     torch.testing.assert_close(psnr(image, truth), torch.stack(wanted))
+
+
+def test_the_examples_run():
+    torch.manual_seed(0)
+    assert doctest.testmod(proximal).failed == 0

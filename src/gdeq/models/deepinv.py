@@ -87,8 +87,8 @@ def from_deepinv(
     variables (ADMM, DRS, primal-dual) a tuple that begins with it.
 
     Examples:
-        >>> import pytest, torch, gdeq
-        >>> dinv = pytest.importorskip("deepinv")
+        >>> import torch, gdeq
+        >>> import deepinv as dinv
         >>> from gdeq.models.deepinv import from_deepinv
         >>> physics = dinv.physics.Denoising()
         >>> prior = dinv.optim.PnP(denoiser=dinv.models.MedianFilter())

@@ -5,6 +5,7 @@ What is to be restored is not stored: each batch is measured when it is made.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,9 +73,8 @@ def read_grey(path: Path) -> Pixels:  # (h, w)
 def photos() -> Pictures:
     """Two photographs that come with scikit-learn, a temple and a flower, 427 × 640."""
     from PIL import Image  # noqa: PLC0415
-    from sklearn.datasets import load_sample_images  # noqa: PLC0415 (slow, and only here)
 
-    colours = load_sample_images().images
+    colours = importlib.import_module("sklearn.datasets").load_sample_images().images
     return pictures_of([np.asarray(Image.fromarray(colour).convert("L")) for colour in colours])
 
 

@@ -181,7 +181,7 @@ class AdaptConfig:
 class Config:
     """One training run.  A task with settings of its own subclasses this."""
 
-    task: str = "images"  # images, chars, sudoku, or a file with a task of your own
+    task: str = "images"  # images, chars, sudoku, imaging, or a file with a task of your own
     epochs: int = 20  # passes over the training samples
     batch_size: int = 64  # over all processes together
     seed: int = 0  # of weights, order, augmentation and dropout
