@@ -167,7 +167,8 @@ class Imaging(Task[ImagingConfig]):
         )
         if self.device.type == "cuda":
             # A refined gradient goes back through f more than once, so its buffers must stay.
-            torch._functorch.config.donated_buffer = False
+            if hasattr(torch._functorch.config, "donated_buffer"):  # from PyTorch 2.6 on
+                torch._functorch.config.donated_buffer = False
             prox = made.get_submodule("deq.cell.prox")
             prox.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
             prox.compile(dynamic=False)
