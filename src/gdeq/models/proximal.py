@@ -222,6 +222,9 @@ class Denoiser(nn.Module):
     It sees the image v, the noise level of the measurement and Aᵀy, and works at half of the
     resolution and below.
 
+    keep: κ in κ v + (1 − κ) Aᵀy, from which the noise is taken.  What A does not see has nothing to
+        hold it in v, as in deblurring: there a κ below 1 lets f contract.
+
     width: features at half of the resolution, twice as many at each scale below.
     scales: how many.  blocks: on the way down at each scale, and as many on the way up.
 
@@ -233,8 +236,11 @@ class Denoiser(nn.Module):
         torch.Size([1, 1, 13, 21])
     """
 
-    def __init__(self, width: int = 64, scales: int = 3, blocks: int = 2) -> None:
+    def __init__(
+        self, width: int = 64, scales: int = 3, blocks: int = 2, keep: float = 1.0
+    ) -> None:
         super().__init__()
+        self.keep = keep
         widths = [width * 2**scale for scale in range(scales)]
         self.multiple = 2**scales
         self.head = nn.Conv2d(3 * 4, width, 3, padding=1)
@@ -263,7 +269,7 @@ class Denoiser(nn.Module):
         for blocks, grow in zip(reversed(self.up), reversed(self.grow), strict=True):
             h = blocks(grow(h) + passed.pop())
         noise = pixel_shuffle(self.tail(h), 2)[..., :height, :width]
-        return v - noise
+        return (v if self.keep == 1 else back + self.keep * (v - back)) - noise
 
 
 def _blocks(width: int, count: int) -> nn.Sequential:

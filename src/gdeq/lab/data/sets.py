@@ -18,7 +18,7 @@ from gdeq.lab.data.recipe import Source
 from gdeq.lab.data.sudoku import Sudoku
 
 SETS: dict[str, Source] = {
-    s.name: s for s in (Digits(), CIFAR10(), FashionMNIST(), Sudoku(), BSD())
+    s.name: s for s in (Digits(), CIFAR10(), FashionMNIST(), BSD(), Sudoku())
 }
 NAMES = tuple(SETS)
 
