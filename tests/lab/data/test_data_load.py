@@ -76,7 +76,7 @@ def test_an_unknown_name_suggests_the_right_one(wrong, near):
 def test_a_far_name_lists_them_all():
     with pytest.raises(DataError, match=r"'zzz' \(there are: digits, cifar10, .*, sudoku\)"):
         load("zzz")
-    assert NAMES == ("digits", "cifar10", "fashion-mnist", "sudoku")
+    assert NAMES == ("digits", "cifar10", "fashion-mnist", "bsd", "sudoku")
 
 
 @pytest.mark.usefixtures("cifar10", "fashion")
