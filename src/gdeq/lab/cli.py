@@ -9,6 +9,7 @@ import errno
 import functools
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import stat
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,15 @@ def csv_cell(value: object) -> object:
         float(value)
         return value
     return f"'{value}"
+
+
+def gunzip(data: bytes | memoryview, limit: int) -> bytes:
+    """What a .gz file holds, of at most ``limit`` bytes."""
+    reader = zlib.decompressobj(wbits=31)
+    try:
+        found = reader.decompress(data, limit)
+    except zlib.error as problem:
+        raise FileError(f"a file is not a .gz file: {problem}") from problem
+    if not reader.eof:
+        raise FileError(f"a .gz file is cut short, or more than {limit:,} bytes when unpacked")
+    return found

@@ -207,8 +207,8 @@ def test_a_task_that_is_not_there(tmp_path, gdeq):
     assert f"cannot read the task {tmp_path / 'none.py'}: there is no such file" in said
     said = gdeq.refused("train", "task=sounds")
     assert (
-        "there is no task 'sounds': write images, bytes, words, sudoku, or the path of a .py file"
-        in said
+        "there is no task 'sounds': write images, bytes, words, sudoku, imaging, or the path of a "
+        ".py file" in said
     )
 
 

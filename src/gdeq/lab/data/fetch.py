@@ -33,8 +33,11 @@ class _Bar:
         pass
 
 
-def download(url: str, md5: str, folder: Path, progress: Progress) -> Path:
-    """The file behind `url` in `folder`; it appears there only if its MD5 is the known one."""
+def download(url: str, md5: str | None, folder: Path, progress: Progress) -> Path:
+    """The file behind `url` in `folder`; it appears there only if its MD5 is the known one.
+
+    md5: None where the caller checks what the file holds.
+    """
     import pooch  # with requests half a second to import  # noqa: PLC0415
     import requests  # noqa: PLC0415
 
@@ -42,7 +45,7 @@ def download(url: str, md5: str, folder: Path, progress: Progress) -> Path:
     name = url.rsplit("/", 1)[-1]
     bar: Any = _Bar(f"downloading {name}", progress)
     files = pooch.create(
-        folder, "", registry={name: f"md5:{md5}"}, urls={name: url}, retry_if_failed=RETRIES
+        folder, "", registry={name: md5 and f"md5:{md5}"}, urls={name: url}, retry_if_failed=RETRIES
     )
     try:
         fetch = pooch.HTTPDownloader(progressbar=bar, chunk_size=CHUNK, timeout=30)

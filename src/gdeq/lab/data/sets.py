@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from gdeq.lab.data.bsd import BSD
 from gdeq.lab.data.cifar10 import CIFAR10
 from gdeq.lab.data.dataset import Dataset, make
 from gdeq.lab.data.digits import Digits
@@ -17,7 +18,7 @@ from gdeq.lab.data.sudoku import Sudoku
 from gdeq.lab.data.text import Enwik8, penn_treebank, wikitext2
 
 TEXTS: tuple[Source, ...] = (penn_treebank(), wikitext2(), Enwik8())
-SETS: dict[str, Source] = {s.name: s for s in (Digits(), CIFAR10(), Sudoku(), *TEXTS)}
+SETS: dict[str, Source] = {s.name: s for s in (Digits(), CIFAR10(), BSD(), Sudoku(), *TEXTS)}
 NAMES = tuple(SETS)
 
 

@@ -143,8 +143,7 @@ class Language(Task[LanguageConfig]):
             solver=config.solver.build(),
             gradient=config.gradient.build(),
         )
-        if self.device.type == "cuda":
-            made.cell.compile(dynamic=False)
+        self.compile(made.cell)
         return made
 
     def losses(self, output: Tensor, *targets: Tensor) -> Tensor:

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from gdeq.lab.tasks.images import Images
+from gdeq.lab.tasks.imaging import Imaging
 from gdeq.lab.tasks.language import Bytes, Words
 from gdeq.lab.tasks.sudoku import Puzzles
 from gdeq.lab.tasks.task import Task
 from gdeq.lab.training.settings import ConfigError
 
-TASKS: dict[str, type[Task[Any]]] = {task.name: task for task in (Images, Bytes, Words, Puzzles)}
+TASKS: dict[str, type[Task[Any]]] = {
+    task.name: task for task in (Images, Bytes, Words, Puzzles, Imaging)
+}
 
 
 def presets() -> dict[str, dict[str, Any]]:

@@ -144,12 +144,7 @@ class Puzzles(Task[SudokuConfig]):
         made = Reasoner(
             **vars(config.model), solver=config.solver.build(), gradient=config.gradient.build()
         )
-        if self.device.type == "cuda":
-            cell = made.deq.cell
-            assert isinstance(cell, nn.Module)
-            # Products with Jᵀ go through f's graph more than once.
-            torch._functorch.config.donated_buffer = False
-            cell.compile(dynamic=False)
+        self.compile(made.get_submodule("deq.cell"))
         self.reasoner = made
         return made
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from gdeq.lab.data.batches import Batches
@@ -118,6 +119,16 @@ class Task(ABC, Generic[C]):
     def notes(self) -> Iterator[str]:
         """Lines to print before the first step."""
         yield from ()
+
+    def compile(self, module: nn.Module) -> None:
+        """On a GPU, compile a module so that every gradient can go back through it."""
+        if self.device.type != "cuda":
+            return
+        config = torch._functorch.config
+        if hasattr(config, "donated_buffer"):  # PyTorch 2.6 and later
+            # Products with Jᵀ pass through f's graph more than once, so its buffers must stay.
+            config.donated_buffer = False
+        module.compile(dynamic=False)
 
     @classmethod
     def title_of(cls, config: C) -> str:

@@ -187,7 +187,7 @@ class AdaptConfig:
 class Config:
     """One training run.  A task with settings of its own subclasses this."""
 
-    task: str = "images"  # images, bytes, words, sudoku, or a file with your own
+    task: str = "images"  # images, bytes, words, sudoku, imaging, or a file with your own
     epochs: int = 20  # passes over the training samples
     batch_size: int = 64  # of all processes together
     seed: int = 0  # for weights, order, augmentation and dropout
