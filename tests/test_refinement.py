@@ -12,7 +12,7 @@ import gdeq
 from cells import dense_residual, differentiate
 from gdeq import GDEQ, GMRES, JFB, Anderson, Broyden, Implicit, Measured, Picard
 from gdeq.operators import LowRankInverse
-from gdeq.refinement import Refinement, first_step, least_combination, refine
+from gdeq.refinement import Refinement, first_step, least_combination, minus_identity, refine
 from gdeq.solvers.base import Point
 from problems import (
     Multiscale,
@@ -341,3 +341,28 @@ def test_every_sample_can_be_brought_under_a_tight_tolerance(device):
     solution, w = differentiate(problem, Broyden(12, 1e-4), GDEQ(tolerance=1e-10, max_refine=100))
     assert solution.backward.converged.all()
     assert (dense_residual(problem, solution, w) <= 1e-10).all()
+
+
+def test_a_sample_that_failed_does_not_make_the_others_wait():
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    x[1, 0] = float("nan")
+    x.requires_grad_()
+    solver, gradient = Broyden(50, 1e-6), GDEQ(tolerance=0.1)
+    deq = gdeq.DEQ(lambda z, x: torch.tanh(0.5 * z.flip(1) + x), solver, gradient)
+    deq(x).nan_to_num().sum().backward()
+    assert deq.solution.backward.vjps < 4
+
+
+@pytest.mark.parametrize("times_", [16, 20, 40])
+def test_the_best_combination_remembers_what_was_seen_long_ago(times_):
+    make = torch.Generator().manual_seed(2)
+    transposed = 1.2 * torch.randn(12, 12, generator=make) / 12**0.5
+    v, calls = torch.randn(1, 12, generator=make), []
+
+    def vjp(u):
+        calls.append(u)
+        return (u @ transposed) * (torch.inf if len(calls) == 5 else 1.0)
+
+    how = Refinement(times_, 1e-3, tolerance=1e-3)
+    w = refine(v, v, vjp, minus_identity(v), how).w
+    assert torch.linalg.vector_norm(v - w + w @ transposed) < 0.6 * torch.linalg.vector_norm(v)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import gdeq
 from gdeq.refinement import Refinement, borne_out, least_combination, minus_identity, refine
 from gdeq.secants import Secants
 from gdeq.solvers.base import Point
@@ -143,3 +144,22 @@ def test_sensitivity_is_that_of_the_slowest_secant():
     how = Refinement(1, 1e-16, secants=secants)
     found = refine(start, v, lambda w: w - values * w, inverse, how)
     assert found.sensitivity.item() == pytest.approx(max(1.0, 100 * (v.norm() / found.w.norm())))
+
+
+@pytest.mark.parametrize("gradient", [gdeq.Implicit(precondition=True), gdeq.GDEQ(refine=4)])
+@pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20])
+def test_secants_of_any_size_give_finite_gradients(gradient, scale):
+    """In float32, where the squares of their lengths would under- or overflow."""
+    make = torch.Generator().manual_seed(0)
+    weight = 0.2 * torch.randn(16, 16, generator=make)
+    x, z0 = scale * torch.randn(2, 2, 16, generator=make)
+    if scale == 1.0:
+        x[0] = 0  # z* = 0, and every step makes the secants smaller
+    weight.requires_grad_()
+    f = lambda z, x: scale * torch.tanh((z @ weight + x) / scale)  # noqa: E731
+    found = []
+    for each in (gradient, gdeq.Implicit()):
+        deq, weight.grad = gdeq.DEQ(f, gdeq.Broyden(40, tol=0.0), each), None
+        deq(x, z0=z0).sum().backward()
+        found.append(weight.grad / scale)
+    assert (found[0] - found[1]).norm() < 0.1 * found[1].norm()

@@ -24,6 +24,7 @@ from gdeq.tracing import anywhere, host_may_look, look_is_free
 # Broyden's inverse is trusted where it makes v at most this many times as long: after a long solve
 # it can be too long by orders of magnitude.
 LONGEST = 3.0
+MOST = 16  # vectors in a combination
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
         seen.append(Point(w, select(good, r, torch.full_like(r, torch.inf))))
         if how.tolerance is not None:
             met = met | (norm(seen[-1].g) <= how.tolerance * size)
-            if host_may_look(v.device) and not anywhere(~met):
+            if host_may_look(v.device) and not anywhere(~met & good):
                 break
         if count == 1 and how.secants is not None:
             fits = borne_out(w, v, r)
@@ -180,13 +181,16 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
 def least_combination(seen: list[Point], v: Tensor) -> Point:  # (batch, d)
     """The combination Σ cᵢwᵢ of smallest residual ‖v − Σ cᵢ(v − rᵢ)‖, and that residual.
 
-    seen: every w with its r; one that is not finite is left out, and of more than 16 the last are
-        taken (a larger system waits for the device, which a recorded step may not).
+    seen: every w with its r; one that is not finite is left out, and of more than 16 the best and
+        the last are taken (a larger system waits for the device, which a recorded step may not).
 
     Least squares from the best w, or 0: up to rounding, the ridge, which keeps the system regular
     where images are nearly parallel, can then not make the residual larger.
     """
-    seen = seen[-16:]
+    if len(seen) > MOST:
+        at = torch.stack([norm(r) for _, r in seen]).argmin(dim=0)
+        of_least_residual = Point(*(_rows(list(each), at) for each in zip(*seen, strict=True)))
+        seen = [of_least_residual, *seen[1 - MOST :]]
     points = [Point(torch.zeros_like(v), v), *seen]
     best = torch.stack([norm(r) for _, r in points]).argmin(dim=0)
     w, r = (_rows(list(vectors), best) for vectors in zip(*points, strict=True))

@@ -95,10 +95,11 @@ class Secants:
     def inverse(self, misfit: Tensor | None = None) -> LowRankInverse:  # (batch, places)
         """H of every sample; −I where there is no secant."""
         size = torch.linalg.vector_norm(self.y, dim=2)  # (batch, places)
-        used = size > 0
+        used = size > torch.finfo(size.dtype).tiny
         unit = torch.where(used, 1 / torch.where(used, size, 1.0), 0.0)
-        gram = torch.bmm(self.y, self.y.transpose(1, 2)).double()
-        gram = gram * (unit.unsqueeze(1) * unit.unsqueeze(2)).double()
+        # Scaled before they are multiplied: the squares of small secants would vanish in float32.
+        y, both = self.y * unit.unsqueeze(2), (self.s + self.y) * unit.unsqueeze(2)
+        gram = torch.bmm(y, y.transpose(1, 2)).double()
         doubt = (self.far / (NEAR * self.size).unsqueeze(1)).double() ** 2
         if misfit is not None:
             doubt = doubt + (misfit / FIT).double() ** 2
@@ -106,5 +107,4 @@ class Secants:
         system = gram + torch.diag_embed(torch.where(used, ridge, 1.0))
         # inv_ex does not wait for the device to look for errors: the ridge keeps it regular.
         inverse, _ = torch.linalg.inv_ex(system)
-        inverse = inverse * (unit.unsqueeze(1) * unit.unsqueeze(2)).double()
-        return LowRankInverse(torch.bmm(inverse.to(size.dtype), self.s + self.y), self.y)
+        return LowRankInverse(torch.bmm(inverse.to(size.dtype), both), y)
