@@ -153,8 +153,8 @@ def draw(trainer: Trainer, traces: dict[str, list[dict[str, Any]]]) -> Any:
     images = {
         "measured": measured[0, 0].float().cpu(),
         "truth": truth[0, 0].float().cpu(),
-        "restored": traces["DEQ"][once]["image"],
-        f"after {TIMES[-1]} times the steps": traces["DEQ"][-1]["image"],
+        "DEQ, the training steps": traces["DEQ"][once]["image"],
+        f"DEQ, {TIMES[-1]} times the steps": traces["DEQ"][-1]["image"],
     }
     if "unrolled" in traces:
         images[f"unrolled, {TIMES[-1]} times the steps"] = traces["unrolled"][-1]["image"]

@@ -105,6 +105,14 @@ def test_samples_that_influence_each_other(cell):
     gdeq.DEQ(cell, FEW, batched=False)(x)  # one system: there is nothing to tell
 
 
+def test_a_first_call_with_one_sample_does_not_hide_that_samples_influence_each_other():
+    coupled = lambda z, x: torch.tanh(0.3 * (z + z.mean(0)) + x)  # noqa: E731
+    deq, x = gdeq.DEQ(coupled, FEW), torch.randn(6, D, dtype=F64)
+    deq(x[:1])
+    with pytest.warns(CoupledSamplesWarning):
+        deq(x)
+
+
 def test_the_checks_come_again_when_the_cell_changes():
     deq, x = gdeq.DEQ(Cell(D), FEW), torch.randn(6, D, dtype=F64)
     calls = []

@@ -468,6 +468,8 @@ def test_steady_says_what_it_cannot_replace():
     assert done[-1].startswith("left MultiheadAttention (self_attn) draws")
     assert done[-1].endswith("set its dropout to 0")
     assert len(done) == 4
+    block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1).eval()
+    assert any(line.startswith("left MultiheadAttention") for line in gdeq.steady(block))
 
 
 def test_a_weight_is_held_for_the_parameters_it_is_made_of():

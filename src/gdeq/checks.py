@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from gdeq.operators import safe_norms
 from gdeq.state import State, StateMap
+from gdeq.tracing import eager
 
 
 class UnsteadyCellWarning(UserWarning):
@@ -160,10 +161,7 @@ def _unnoticed(
     kept = [(p, key, b) for p in parts for key, b in p._buffers.items() if b is not None]
     devices = [] if device.type == "cpu" else [device]
     state = random.getstate()
-    eager: Any = contextlib.nullcontext()
-    if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
-        eager = torch.compiler.set_stance("force_eager")
-    with torch.random.fork_rng(devices, device_type=device.type), eager:
+    with torch.random.fork_rng(devices, device_type=device.type), eager():
         try:
             for owner, key, buffer in kept:
                 owner._buffers[key] = buffer.clone()

@@ -51,15 +51,15 @@ def steady(module: nn.Module) -> list[str]:
                 if not any(isinstance(kind, Held) for kind in (kinds, *kinds)):
                     once_per_solve(owner, name)
                     done.append(f"{path}.{name}: parametrized, once a solve".lstrip("."))
-    return done + [f"left {told}" for told in unsteady_parts(module)]
+    return done + [f"left {told}" for told in unsteady_parts(module, in_training=True)]
 
 
-def unsteady_parts(module: nn.Module) -> list[str]:
+def unsteady_parts(module: nn.Module, in_training: bool = False) -> list[str]:
     """What in it changes from one evaluation to the next in this mode: a sentence for each kind."""
     told = []
     for changes, why in UNSTEADY:
         for path, part in module.named_modules():
-            if part.training and changes(part):
+            if (part.training or in_training) and changes(part):
                 told.append(f"{type(part).__name__} ({path or 'the cell itself'}) {why}")
                 break
     return told

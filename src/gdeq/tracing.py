@@ -196,3 +196,11 @@ def _skip(wrapper: Any) -> None:
     skip = getattr(sys.modules["torch._dynamo"].eval_frame, "skip_code", None)
     if skip is not None:
         skip(wrapper.__code__)
+
+
+def eager() -> contextlib.AbstractContextManager[Any]:
+    """While this is open, nothing is compiled and what was compiled runs as it is written."""
+    if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):  # PyTorch 2.6
+        stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+        return stance
+    return contextlib.nullcontext()

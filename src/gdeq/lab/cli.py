@@ -63,6 +63,9 @@ KEYS = ["Settings and their defaults, which a preset may change:", ""]
 KEYS += configs.help_lines(registry.TASKS["images"].settings)
 KEYS += ["", "chars and the other texts have, in place of data and all that follows model:", ""]
 KEYS += [line for line in configs.help_lines(registry.TASKS["bytes"].settings) if line not in KEYS]
+for other in ("sudoku", "imaging"):
+    lines = configs.help_lines(registry.TASKS[other].settings)
+    KEYS += ["", f"{other} has:", "", *(line for line in lines if line not in KEYS)]
 Root = Annotated[
     Path | None, typer.Option("--data", help="Folder of the data sets ($GDEQ_DATA, else ./data).")
 ]
@@ -147,7 +150,7 @@ def train(
 
     gdeq train                                   digits, on the CPU, a minute
 
-    gdeq train chars                             a language model, on the CPU, a minute
+    gdeq train chars                             a language model, on the CPU, two minutes
 
     gdeq train my_task.py epochs=3               your own data, model, loss and metric
 

@@ -102,10 +102,9 @@ def _try(
         if aside is not None:
             progress(f"what was in {target} before is now in {aside}", 0, None)
         return target
-    tried = "\n".join(f"  - {reason}" for reason in failed)
-    raise DataError(
-        f"could not get {recipe.name} into {root}. Tried:\n{tried}\nWhat to do: {recipe.advice}"
-    )
+    tried = "".join(f"\n  - {reason}" for reason in failed)
+    tried = f" Tried:{tried}" if failed else " It is not downloaded."
+    raise DataError(f"could not get {recipe.name} into {root}.{tried}\nWhat to do: {recipe.advice}")
 
 
 def _reason(way: Way, scratch: Path, error: str) -> str:

@@ -47,6 +47,7 @@ from gdeq.lab.training.stopping import (
     unwritten,
 )
 from gdeq.options import count
+from gdeq.tracing import eager
 
 # A gradient without a VJP pays for the measurement with a fraction of an evaluation of f.
 SELDOM = 10
@@ -525,7 +526,8 @@ class Trainer:
             if len(batch[0]) == self.test_batches.batch_size:
                 self.recordings.run(self._test, way, *batch)
             else:
-                self._test(*batch)
+                with eager():  # one batch of another size is not worth a compilation
+                    self._test(*batch)
         found = self.test_sums.read(self.process)
         backward = {name for name, _ in self.test_sums.BACKWARD}  # there was no such pass
         return {name: value for name, value in found.items() if name not in backward}

@@ -73,7 +73,7 @@ class GradientConfig:
     """How ∂ℓ/∂z becomes a gradient.  Each name reads only the settings that it needs."""
 
     name: str = "gdeq"  # gdeq, implicit, jfb, npg, unrolled
-    refine: int = 0  # gdeq, jfb: VJPs spent on every step
+    refine: int = 0  # gdeq, jfb: VJPs spent on every step (a DEQ of your own has 1 by default)
     tolerance: float | None = None  # gdeq: bound on the backward residual
     max_refine: int | None = None  # gdeq, with a tolerance: maximum number of VJPs to refine
     max_iter: int = 20  # implicit: maximum number of steps of the backward solve
