@@ -38,9 +38,10 @@ unit: setup
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu -n 8 --dist worksteal
 
-# The small MDEQ on digits with all four gradients: a table and a page.
+# The small MDEQ on digits with all four gradients: a table and a page.  Its batches are too small
+# for several threads, which on a busy machine would wait for each other.
 demo: setup
-	$(BIN)/gdeq compare digits --no-pretraining --out runs/demo
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/gdeq compare digits --no-pretraining --out runs/demo
 
 # The figures of record: tables on screen, CSV and PNG under results/.
 bench: setup

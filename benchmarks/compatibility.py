@@ -23,49 +23,49 @@ class Row(NamedTuple):
 
 
 ROWS = (
-    Row("`torch.func.grad`, `vjp`, `jacrev`", "every gradient", "functional: approximate"),
-    Row("`vmap` over parameters, per-sample gradients", "every solver and gradient; all `max_iter` "
-        "steps are made, and samples freeze as they do otherwise", "functional: every_transform"),
-    Row("`torch.func.functional_call`", "yes, with dropout and weight norm held still",
-        "functional: dropout"),
+    Row("`torch.func.grad`, `vjp`, `jacrev`", "yes, every gradient", "functional: approximate"),
+    Row("`vmap` over parameters, per-sample gradients", "yes, every solver and gradient; a solve "
+        "makes all `max_iter` steps, and converged samples freeze", "functional: every_transform"),
+    Row("`torch.func.functional_call`", "yes, dropout masks and normalised weights stay fixed "
+        "during a solve", "functional: dropout"),
     Row("forward mode: `jvp`, `jacfwd`, dual numbers", "`Implicit` (one tangent solve), `JFB` and "
-        "`Unrolled`; others raise and name `Implicit`", "functional: jvp or jacfwd or forward"),
-    Row("`hessian`, other second derivatives", "`Implicit`; approximate gradients raise and name "
-        "it", "functional: hessian or second_derivatives"),
-    Row("`create_graph=True`", "`Implicit`, `JFB` and `Unrolled`; others raise",
+        "`Unrolled`; others raise an error", "functional: jvp or jacfwd or forward"),
+    Row("`hessian`, other second derivatives", "`Implicit`; approximate gradients raise an error",
+        "functional: hessian or second_derivatives"),
+    Row("`create_graph=True`", "`Implicit`, `JFB` and `Unrolled`; others raise an error",
         "second_order: "),
-    Row("`autograd.functional.jacobian(vectorize=True)`", "yes; rows are solved in turn",
+    Row("`autograd.functional.jacobian(vectorize=True)`", "yes, but rows are solved one by one",
         "functional: vectorize"),
-    Row("`torch.export`", "every solver and any batch size; the program needs no gdeq and is for "
-        "inference", "export: exported_model and not onnx"),
+    Row("`torch.export`", "yes, every solver and any batch size; the program is for inference and "
+        "does not need gdeq", "export: exported_model and not onnx"),
     Row("ONNX", "the same, by `torch.onnx.export`", "export: onnx"),
-    Row("`torch.jit.trace`", "raises: a trace would keep the steps of its example",
-        "export: trace"),
-    Row("`torch.compile(model)`", "what is around the layer is compiled, the solve is not; compile "
-        "the cell with `deq.cell.compile()`", "compile: "),
+    Row("`torch.jit.trace`", "no, raises an error: a trace would keep the number of steps of its "
+        "example", "export: trace"),
+    Row("`torch.compile(model)`", "yes, except for the solve, which runs uncompiled; compile the "
+        "cell with `deq.cell.compile()`", "compile: "),
     Row("`torch.compile(model, fullgraph=True)`", "after `gdeq.fixed_steps(model)`: inference, and "
-        "training with `GDEQ()`, `JFB` or `Unrolled`; others raise", "export: graph"),
-    Row("checkpointing in a cell", "`use_reentrant=False`; with `True`, gradients without VJPs "
-        "(`JFB()`, `GDEQ()`, `Unrolled` after a solve) in a `DEQ`, others raise",
-        "adjoint: reentrant"),
-    Row("meta device, `FakeTensorMode`", "shapes of states and gradients", "export: shapes"),
+        "training with `GDEQ()`, `JFB` or `Unrolled`; others raise an error", "export: graph"),
+    Row("checkpointing in a cell", "with `use_reentrant=False`; with `True`, a `DEQ` takes only "
+        "gradients without VJPs (`JFB()`, `GDEQ()`, `Unrolled` after a solve), and others raise an "
+        "error", "adjoint: reentrant"),
+    Row("meta device, `FakeTensorMode`", "yes, shapes of states and gradients", "export: shapes"),
     Row("dataclass and NamedTuple states", "NamedTuples as they are; dataclasses after "
         "`torch.export.register_dataclass`", "state: dataclass or round_trip"),
-    Row("states along the way", "`deq.trajectory(x, at=[6, 12])`, each with the layer's gradient",
+    Row("intermediate states", "`deq.trajectory(x, at=[6, 12])`, each with the layer's gradient",
         "fixed_point: way or trajectory"),
-    Row("autocast", "yes; the solver's algebra stays in float32", "precision: "),
+    Row("autocast", "yes, the solver's algebra stays in float32", "precision: "),
 )  # fmt: skip
 
 HEAD = """# Compatibility
 
-What works with which part of PyTorch. Each row has a test behind it, and
-`python benchmarks/compatibility.py` runs them and writes this page. Where something cannot work,
-an error says why and what to do.
+What works with which part of PyTorch. Each row is covered by tests;
+`python benchmarks/compatibility.py` runs them and writes this page. If something cannot work, an
+error says why and what to do.
 
-Under a transform of `torch.func` there is no record: `deq.solution` is None. Return what you need
-from `gdeq.fixed_point`, whose result can be used inside the transform.
+Under a transform of `torch.func`, `deq.solution` is None. If you need the record, call
+`gdeq.fixed_point`, whose result can be used inside the transform.
 
-| part of PyTorch | works | test |
+| part of PyTorch | works | tests |
 |---|---|---|
 """
 
@@ -81,8 +81,8 @@ def page() -> str:
     lines = []
     for row in ROWS:
         name, _, chosen = row.test.partition(": ")
-        where = f"`tests/test_{name}.py`" + (f", {chosen}" if chosen else "")
-        lines.append(f"| {row.feature} | {row.works} | {where} |\n")
+        where = f"test_{name}.py" + (f" -k '{chosen}'" if chosen else "")
+        lines.append(f"| {row.feature} | {row.works} | `{where}` |\n")
     return HEAD + "".join(lines)
 
 

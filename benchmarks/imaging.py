@@ -2,7 +2,8 @@
 
     python benchmarks/imaging.py steps RUN [UNROLLED] --data DATA --device cuda
     python benchmarks/imaging.py gradients denoise --data DATA --device cuda --train 2000
-    python benchmarks/imaging.py peer deblur --data DATA --device cuda --train 500
+    python benchmarks/imaging.py peer deblur --data DATA --device cuda --train 250 --images 32 \\
+        --set precision=tf32 batch_size=16 solver.tol=0
 
 steps: PSNR and residual at up to ten times the steps of the training, of a trained run and of
 another that was trained unrolled (``gdeq train ... pretrain_steps=1000000 pretrain_layers=N``), and
@@ -12,6 +13,8 @@ solved and differentiated by deepinv and by gdeq.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,9 +29,11 @@ from gdeq.lab.tasks.imaging import Imaging
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import runs
 from gdeq.lab.training.loop import Trainer
+from gdeq.lab.training.optimization import build_optimizer, learning_rate, set_rate
 from gdeq.lab.training.precision import precision
 from gdeq.lab.training.process import Process
-from gdeq.models.proximal import Denoiser, psnr
+from gdeq.models.proximal import psnr
+from gdeq.tracing import eager
 
 TIMES = (0, 1, 2, 5, 10)  # of the training's steps
 
@@ -36,9 +41,10 @@ TIMES = (0, 1, 2, 5, 10)  # of the training's steps
 # -- more steps ------------------------------------------------------------------------------------
 
 
-def steps_of(config: Any) -> int:
+def steps_of(trainer: Trainer) -> int:
     """Evaluations of f in training, before the one that is differentiated."""
-    if config.pretrain_steps:
+    config: Any = trainer.config
+    if config.pretrain_steps >= trainer.total:  # unrolled to the end
         return config.pretrain_layers
     return config.solver.max_iter + config.gradient.steps * (config.gradient.name == "unrolled")
 
@@ -111,8 +117,10 @@ def steps(args: Any, report: Report) -> None:
     names = ["DEQ", "unrolled"][: len(trainers)]
     lines, solver, traces = [], [], {}
     for name, trainer in zip(names, trainers, strict=True):
-        once = steps_of(trainer.config)
-        with precision(trainer.config, trainer.process.device):
+        once = steps_of(trainer)
+        # In full precision: rounding would soon be all that a residual shows.
+        full = configs.replace(trainer.config, precision="float32")
+        with precision(full, trainer.process.device), eager():
             trace = plain_steps(trainer, args.images, TIMES[-1] * once)
             if name == "DEQ":
                 solver += [
@@ -149,7 +157,7 @@ def without_image(row: dict[str, Any]) -> dict[str, Any]:
 def draw(trainer: Trainer, traces: dict[str, list[dict[str, Any]]]) -> Any:
     plt = pyplot()
     measured, truth = next(iter(trainer.task.test_batches(1).epoch()))[1]
-    once = steps_of(trainer.config)
+    once = steps_of(trainer)
     images = {
         "measured": measured[0, 0].float().cpu(),
         "truth": truth[0, 0].float().cpu(),
@@ -194,47 +202,67 @@ def task_of(args: Any, *settings: str) -> Imaging:
 
 
 def trained_and_tested(
-    task: Imaging, model: nn.Module, call: Any, count: int, tested: int
+    task: Imaging, layer: Any, inputs: Any, f: Any, count: int, tested: int, *, fast: bool
 ) -> dict[str, Any]:
-    """PSNR after so many steps of Adam, milliseconds of a step, peak memory."""
+    """PSNR and residual after so many steps, milliseconds of a step, its memory.
+
+    layer: called with inputs(measured), to the image z; f(z, *inputs(measured)): its iteration.
+    fast: on a GPU, the step is captured, and what is compiled runs compiled.
+    """
     config, device = task.config, task.device
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.optimizer.lr)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, config.optimizer.lr, count, pct_start=0.1
-    )
+    optimizer = build_optimizer(config, layer)
+    layer.warns = False
     batches = (
         batch
-        for epoch in range(count)
+        for epoch in itertools.count()
         for _, batch in task.train_batches(config.batch_size).epoch(epoch)
     )
 
-    def step() -> None:
-        measured, truth = next(batches)
+    def update(measured: Tensor, truth: Tensor) -> None:
         optimizer.zero_grad(set_to_none=True)
-        task.losses(call(measured), truth).mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip or 1e9)
+        task.losses(layer(*inputs(measured)), truth).mean().backward()
+        nn.utils.clip_grad_norm_(layer.parameters(), config.optimizer.clip or 1e9)
         optimizer.step()
-        schedule.step()
 
-    with precision(config, device):
-        memory = peak_memory(step, device)
-        for _ in range(min(3, count - 1)):
+    gpu = device.type == "cuda"
+    work, made = gdeq.capture(update) if fast and gpu else update, 0
+
+    def step() -> None:
+        nonlocal made
+        torch.clear_autocast_cache()  # its copies are of the weights before a step
+        set_rate(optimizer, learning_rate(config, made, count))
+        work(*next(batches))
+        made += 1
+
+    def steps_to(last: int) -> None:
+        while made < last:
             step()
+
+    with precision(config, device), contextlib.nullcontext() if fast else eager():
+        steps_to(3)  # compiled
+        memory = peak_memory(lambda: steps_to(5), device)  # recorded and replayed, if it is
+        steps_to(min(20, count - 1))
         synchronize(device)
         # Of a CPU that others use too, the time that it spent on this.
-        now = time.perf_counter if device.type == "cuda" else time.process_time
-        started, done = now(), min(3, count - 1) + 1
-        for _ in range(count - done):
-            step()
+        now = time.perf_counter if gpu else time.process_time
+        started, before = now(), made
+        steps_to(count)
         synchronize(device)
         seconds = now() - started
-        model.eval()
-        with torch.no_grad():
-            found = [psnr(call(x), truth) for x, truth in some_of(task, tested)]
+    layer.eval()
+    found, residual = [], []
+    with torch.no_grad(), precision(config, device), eager():  # not compiled for each size
+        for measured, truth in some_of(task, tested):
+            given = inputs(measured)
+            z = layer(*given)
+            found.append(psnr(z, truth))
+            change = (f(z, *given) - z).flatten(1).norm(dim=1)
+            residual.append(change / z.flatten(1).norm(dim=1))
     return {
         "psnr": f"{torch.cat(found).mean().item():.2f}",
-        "ms": 1e3 * seconds / max(1, count - done),
+        "ms": 1e3 * seconds / max(1, count - before),
         "MiB": memory / 2**20,
+        "residual": torch.cat(residual).mean().item(),
     }
 
 
@@ -256,75 +284,94 @@ def gradients(args: Any, report: Report) -> None:
             task = task_of(args, *settings.split(), f"seed={seed}")
             torch.manual_seed(seed)
             model: Any = task.model().to(task.device)
-            model.deq.warns = False
+            deq = model.deq
             if name == "Unrolled":
-                model.deq.solver = None
-                model.deq.gradient = gdeq.Unrolled(task.config.solver.max_iter)
-            row = trained_and_tested(task, model, model, args.train, args.images)
-            left = float("nan") if name == "Unrolled" else model.deq.solution.residual.mean().item()
-            found.append({"gradient": name, "seed": seed, **row, "residual": left})
+                deq.solver, deq.gradient = None, gdeq.Unrolled(task.config.solver.max_iter)
+            given = deq, model.inputs, deq.cell
+            row = trained_and_tested(task, *given, args.train, args.images, fast=True)
+            found.append({"gradient": name, "seed": seed, **row})
             report(str(found[-1]))
     report.table(found)
     report.csv(found, "-gradients")
 
 
 class Prox(nn.Module):
-    """The network as a denoiser of deepinv: it sees an image and a noise level."""
+    """The network as a denoiser of deepinv, which hands over an image and a noise level alone."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.network = Denoiser(config.width, config.scales, config.blocks)
+        self.network = network
+        self.given: tuple[Tensor, ...] = ()  # what else the network sees: noise level and Aᵀy
 
-    def forward(self, v: Tensor, sigma: Any) -> Tensor:
-        return self.network(v, torch.full_like(v, float(sigma)), v)
+    def forward(self, v: Tensor, sigma: Any = None) -> Tensor:
+        image: Tensor = self.network(v, *self.given)
+        return image
+
+
+def on_deepinv(model: Any, config: Any, **options: Any) -> tuple[Any, Any]:
+    """The same iteration by deepinv, and what it is called with for a measurement."""
+    import deepinv as dinv  # noqa: PLC0415 (only this part needs it)
+
+    prox = Prox(model.deq.cell.prox)
+    pgd = dinv.optim.PGD(
+        prior=dinv.optim.PnP(denoiser=prox),
+        data_fidelity=dinv.optim.L2(),
+        stepsize=config.model.step,
+        sigma_denoiser=1.0,  # which the network does not see: it knows the level of each image
+        unfold=True,
+        trainable_params=["stepsize"],
+        **{"max_iter": config.solver.max_iter, **options},
+    )
+
+    def inputs(measured: Tensor) -> tuple[Tensor, Any]:
+        y, _, *prox.given = model.inputs(measured)
+        if config.kind == "denoise":
+            return y, dinv.physics.Denoising()
+        kernels = measured[:, 2:].roll((13, 13), (-2, -1))[..., :27, :27]
+        size = (1, *y.shape[-2:])
+        return y, dinv.physics.BlurFFT(img_size=size, filter=kernels, device=y.device)
+
+    return pgd.to(next(model.parameters()).device), inputs
 
 
 def peer(args: Any, report: Report) -> None:
-    import deepinv as dinv  # noqa: PLC0415 (only this part needs it)
+    """By each library from the same weights, on the same batches, with the same optimiser."""
+    from deepinv.optim import DEQConfig  # noqa: PLC0415 (only this part needs it)
 
-    from gdeq.models.deepinv import from_deepinv  # noqa: PLC0415
+    from gdeq.models.deepinv import Iteration, from_deepinv  # noqa: PLC0415
 
-    task = task_of(args)
-    config, device = task.config, task.device
-    most, found = config.solver.max_iter, []
-    kinds = {
-        "deepinv, Picard backward": dinv.optim.DEQConfig(max_iter_backward=most),
-        "deepinv, JFB": dinv.optim.DEQConfig(jacobian_free=True),
-        "gdeq, Implicit": gdeq.Implicit(gdeq.Picard(most, 1e-5)),
-        "gdeq, JFB": gdeq.JFB(),
-        "gdeq, GDEQ refine 1": gdeq.GDEQ(refine=1),
-    }
-    for name, way in kinds.items():
+    task = task_of(args, "residual_weight=0")
+    config, found = task.config, []
+    most, solver, refined = config.solver.max_iter, config.solver.build(), gdeq.GDEQ(refine=1)
+    both = f"Broyden {most}, refine 1"
+    # As in its example; then with as many steps of Picard on both ways.
+    example = {"DEQ": True, "max_iter": 20, "anderson_acceleration": True}
+    twenty = {"DEQ": DEQConfig(max_iter_backward=20), "max_iter": 20}
+    ways: list[tuple[str, str, Any]] = [
+        ("deepinv", f"Picard {most}, Picard {most}", {"DEQ": DEQConfig(max_iter_backward=most)}),
+        ("gdeq", both, refined),
+        ("deepinv", "Anderson 20, Picard 50", example),
+        ("deepinv", "Picard 20, Picard 20", twenty),
+        ("gdeq", f"{both}, as it is", refined),
+        ("deepinv's PGD in gdeq", both, {}),
+        ("deepinv", f"Picard {most}, JFB", {"DEQ": DEQConfig(jacobian_free=True)}),
+        ("gdeq", f"Broyden {most}, JFB", gdeq.JFB()),
+    ]
+    for library, name, way in ways:
         torch.manual_seed(args.seed)
-        theirs = isinstance(way, dinv.optim.DEQConfig)
-        pgd = dinv.optim.PGD(
-            prior=dinv.optim.PnP(denoiser=Prox(config.model)),
-            data_fidelity=dinv.optim.L2(),
-            stepsize=config.model.step,
-            sigma_denoiser=config.noise[0] / 255,
-            max_iter=most,
-            crit_conv="residual",
-            thres_conv=1e-5,
-            early_stop=False,
-            unfold=True,
-            trainable_params=["stepsize"],
-            DEQ=way if theirs else None,
-        ).to(device)
-        solver = gdeq.Broyden(max_iter=most, tol=0.0, stop="whole")
-        model = pgd if theirs else from_deepinv(pgd, solver, way)
-
-        def call(measured: Tensor, model: nn.Module = model) -> Tensor:
-            physics = dinv.physics.Denoising()
-            if config.kind == "deblur":
-                kernels = measured[:, 2:].roll((13, 13), (-2, -1))[..., :27, :27]
-                size = (1, *measured.shape[-2:])
-                physics = dinv.physics.BlurFFT(img_size=size, filter=kernels, device=device)
-            out: Tensor = model(measured[:, :1], physics)
-            return out
-
-        row = {"way": name, **trained_and_tested(task, model, call, args.train, args.images)}
-        found.append(row)
-        report(str(row))
+        model: Any = task.model().to(task.device)
+        layer, f, inputs = model.deq, model.deq.cell, model.inputs
+        if library == "gdeq":
+            layer.solver, layer.gradient = solver, way
+        else:
+            layer, inputs = on_deepinv(model, config, **way)
+            f = Iteration(layer)
+        if library == "deepinv's PGD in gdeq":
+            layer = from_deepinv(layer, solver, refined)
+        fast = library == "gdeq" and not name.endswith("as it is")
+        row = trained_and_tested(task, layer, inputs, f, args.train, args.images, fast=fast)
+        found.append({"library": library, "way": name, **row})
+        report(str(found[-1]))
     report.table(found)
     report.csv(found, "-peer")
 

@@ -76,7 +76,7 @@ def execute(script: Path) -> list[Cell]:
     style = {**colours, "figure.figsize": (6.4, 3.2), "figure.dpi": 150, "font.size": 9}
     style |= {"savefig.transparent": True, "legend.framealpha": 0.0, "axes.grid": True}
     style |= {"grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False}
-    found, names = cells(script), {"__name__": "__main__", "__file__": str(script)}
+    found, names = cells(script), {"__name__": "__main__"}  # as in a notebook: it is no file
     with mpl.rc_context(style):
         for cell in found:
             if cell.kind == "markdown":
@@ -130,7 +130,7 @@ def show_kept(script: Path, found: list[Cell]) -> None:
             )
         for cell, block in zip(shown, blocks, strict=True):
             cell.printed = block
-        note = f"The output on this page was kept from a run on one {blocks[0]}."
+        note = f"The output on this page is from a run on one {blocks[0]}."
     found[0].text += f"\n\n> {note}"
 
 

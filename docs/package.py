@@ -1,12 +1,14 @@
 """Build the sdist and the wheel, and check what `make package` promises.
 
 Built twice, they are equal byte for byte; `twine check` passes; they hold what they should and
-nothing else; the wheel works in an environment that has torch and nothing more.
+nothing else; the wheel works in an environment that has torch and nothing more.  On the page of a
+package registry the README has no files beside it, so its links lead into the repository.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
+REPOSITORY = "https://github.com/gdeq/gdeq"
+LINK = re.compile(r"(!?)(\[[^\]]*\])\((?!https?:|#)([^)]+)\)")
 EXAMPLE = """
 import sys, torch, gdeq
 deq = gdeq.DEQ(lambda z, x: torch.tanh(0.5 * z + x))
@@ -39,14 +43,21 @@ def build(source: Path, folder: Path) -> dict[str, bytes]:
 
 
 def copy(folder: Path) -> Path:
-    """What a build reads, in another place and with other dates."""
+    """What a build reads, in a place of its own."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "src", folder / "src", copy_function=shutil.copyfile)
     for path in ROOT.glob("*.*"):
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
     shutil.copyfile(ROOT / "LICENSE", folder / "LICENSE")
+    readme = folder / "README.md"
+    readme.write_text(LINK.sub(absolute, readme.read_text()))
     return folder
+
+
+def absolute(link: re.Match[str]) -> str:
+    image, title, target = link.groups()
+    return f"{image}{title}({REPOSITORY}/{'raw' if image else 'blob'}/main/{target})"
 
 
 def check_names(names: list[str], where: str) -> None:
@@ -59,10 +70,14 @@ def check_names(names: list[str], where: str) -> None:
 
 def main() -> None:
     work = ROOT / "build" / "package"
-    first, second = build(ROOT, DIST), build(copy(work / "source"), work / "dist")
+    first = build(copy(work / "source"), DIST)
+    second = build(copy(work / "again"), work / "dist")
     assert first == second, "two builds differ"
     wheel, sdist = next(DIST.glob("*.whl")), next(DIST.glob("*.tar.gz"))
-    check_names(zipfile.ZipFile(wheel).namelist(), "the wheel")
+    held = zipfile.ZipFile(wheel)
+    check_names(held.namelist(), "the wheel")
+    (metadata,) = (name for name in held.namelist() if name.endswith("/METADATA"))
+    assert not LINK.search(held.read(metadata).decode()), "the README has relative links"
     with tarfile.open(sdist) as archive:
         check_names(archive.getnames(), "the sdist")
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)

@@ -286,4 +286,4 @@ def test_a_diverging_solve_returns_the_least_residual_in_absolute_size():
     solution = gdeq.solve(lambda z: 3 * z + 1, torch.zeros(1, 1, dtype=F64), gdeq.Picard(9, 1e-9))
     assert solution.trace.min() < solution.residual
     assert (solution.z == 0).all()
-    assert "least ‖f(z) - z‖" in str(solution)
+    assert "smallest ‖f(z) - z‖ is returned" in str(solution)

@@ -42,7 +42,7 @@ PAIRS = [
     *((s, g, ValueError, (f"{type(g).__name__} " + NO_INVERSE.format(type(s).__name__),
                           "use gdeq.Broyden(), or another gradient"))
       for s in (Anderson(), Picard()) for g in (GDEQ(), Measured(GDEQ()))),
-    *((None, g, ValueError, ("solver=None (no solve) works with gdeq.Unrolled alone",
+    *((None, g, ValueError, ("solver=None (no solve) works only with gdeq.Unrolled",
                              "give a solver such as gdeq.Broyden()"))
       for name, g in GRADIENTS.items() if name != "Unrolled"),
     *((Broyden(), g, TypeError, ("gradient must be", f"the class {g.__name__} itself",
@@ -197,7 +197,7 @@ def test_a_trajectory_outside_the_solve():
     x = torch.zeros(2, 3)
     states = gdeq.trajectory(torch.cos, x, at=[1, 40], solver=gdeq.Broyden(max_iter=40))
     assert torch.equal(states[1], states[2])  # the solve had ended before
-    with pytest.raises(ValueError, match="makes 4 steps at most, not 5"):
+    with pytest.raises(ValueError, match="makes at most 4 steps, not 5"):
         gdeq.trajectory(torch.cos, x, at=[5], solver=gdeq.Broyden(max_iter=4))
     with pytest.raises(ValueError, match="at least 1"):
         gdeq.trajectory(torch.cos, x, at=[0])

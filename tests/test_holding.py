@@ -447,8 +447,8 @@ def test_steady_replaces_what_changes(device):
         "VariationalDropout(p=0.2, channelwise=False)",
         "drops.1: Dropout2d(p=0.3, inplace=False) became "
         "VariationalDropout(p=0.3, channelwise=True)",
-        "old.weight: spectral norm, once a solve",
-        "new.weight: parametrized, once a solve",
+        "old.weight: spectral norm, computed once per solve",
+        "new.weight: parametrized, computed once per solve",
     ):
         assert line in done
     assert any("norm: BatchNorm2d" in line and "became GroupNorm(2, 16" in line for line in done)
@@ -466,7 +466,7 @@ def test_steady_says_what_it_cannot_replace():
     cell = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1)
     done = gdeq.steady(cell)
     assert done[-1].startswith("left MultiheadAttention (self_attn) draws")
-    assert done[-1].endswith("set its dropout to 0")
+    assert done[-1].endswith("set its attribute dropout to 0")
     assert len(done) == 4
     block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1).eval()
     assert any(line.startswith("left MultiheadAttention") for line in gdeq.steady(block))

@@ -408,7 +408,7 @@ UNSTEADY = {
     ),
     "Alpha": (nn.AlphaDropout(0.5), r"AlphaDropout \(part\) draws .* gdeq.VariationalDropout"),
     "BatchNorm": (nn.BatchNorm1d(4).to(F64), r"BatchNorm1d \(part\) mixes .* nn.GroupNorm"),
-    "LSTM": (nn.LSTM(4, 4, 2, dropout=0.5).to(F64), r"LSTM \(part\) .* set its dropout to 0"),
+    "LSTM": (nn.LSTM(4, 4, 2, dropout=0.5).to(F64), r"LSTM \(part\) .* attribute dropout to 0"),
     "both": (
         nn.Sequential(nn.BatchNorm1d(4).to(F64), nn.Dropout(0.5)),
         r"Dropout \(part.1\) .*VariationalDropout.*; BatchNorm1d \(part.0\) .* nn.GroupNorm",

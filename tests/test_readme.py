@@ -1,6 +1,8 @@
 """What the README and the site show runs as it stands there, and both stay readable."""
 
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -12,7 +14,9 @@ import gdeq
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 README, GUIDES = ROOT / "README.md", DOCS / "guides"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+CHANGELOG = ROOT / "CHANGELOG.md"
+PAGES = [README, ROOT / "CONTRIBUTING.md", CHANGELOG, *sorted(DOCS.rglob("*.md"))]
+TEXTS = [path for folder in (DOCS, ROOT / "src") for path in sorted(folder.rglob("*.py"))]
 BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
@@ -44,6 +48,18 @@ def test_the_example_prints_what_is_shown(capsys):
     assert number.sub("#", printed) == number.sub("#", shown)
     for told, seen in zip(number.findall(shown), number.findall(printed), strict=True):
         assert float(seen) == pytest.approx(float(told), rel=0.1)
+
+
+def test_the_front_page_shows_the_same_example():
+    page = DOCS / "index.md"
+    assert block(page, "class Cell") == block(README, "class Cell")
+    assert blocks(page, "text")[0] == blocks(README, "text")[0]
+    assert page.read_text().split("\n\n")[1] == README.read_text().split("\n\n")[1]  # the pitch
+
+
+def test_the_table_of_compatibility_is_up_to_date():
+    script = ROOT / "benchmarks" / "compatibility.py"
+    assert subprocess.run([sys.executable, script, "--check"], check=False).returncode == 0
 
 
 class Physics:
@@ -172,13 +188,20 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_pages_are_readable(page):
-    """Short lines, and no commit hashes."""
+def test_pages_have_short_lines(page):
     prose = BLOCK.sub("", page.read_text())
     lines = [line for line in prose.splitlines() if not line.startswith("|")]
     assert [line for line in lines if len(line) > 100] == []
-    words = re.findall(r"(?<![\w./-])[0-9a-f]{7,40}(?![\w./-])", prose)
-    assert [word for word in words if re.search(r"\d", word) and re.search(r"[a-f]", word)] == []
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *TEXTS], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
+def test_no_page_names_a_commit(page):
+    hashes = r"(?<![\w./-])(?:[0-9a-f]{7,12}|[0-9a-f]{40})(?![\w/-]|\.\w)"  # 32 are an MD5
+    words = re.findall(hashes, BLOCK.sub("", page.read_text()))
+    found = [word for word in words if re.search(r"\d", word) and re.search(r"[a-f]", word)]
+    assert page == CHANGELOG or found == []
 
 
 def test_the_readme_is_short():

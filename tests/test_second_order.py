@@ -267,7 +267,7 @@ def test_a_third_derivative_is_refused_and_nothing_else(of, power):
     leaf = x if of == "x" else cell.inner.weight
     for _ in range(2):
         (first,) = torch.autograd.grad(z.pow(power).sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="first and second derivatives, no third"):
+    with pytest.raises(RuntimeError, match="first and second derivatives only"):
         torch.autograd.grad(first.square().sum(), leaf, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), leaf)
     assert torch.isfinite(second).all()

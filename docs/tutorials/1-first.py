@@ -50,13 +50,14 @@ model = nn.Sequential(
     gdeq.DEQ(Cell(32)),
     nn.Linear(32, 2),
 )
-print(deq := model[1])
+deq = model[1]
+print(deq)
 
 # %% [markdown]
 # ## Training
 #
-# Nothing is special about the training loop. After each call the layer keeps a record of its
-# solve in `deq.solution`: we note how many solver steps the slowest point needed.
+# The training loop is an ordinary one. After each call, `deq.solution` is the record of the solve.
+# We note how many solver steps the slowest point needed.
 
 # %%
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -81,7 +82,7 @@ assert right > 0.9
 # ## Look at the record
 #
 # Print the record whenever you are unsure. The first line says whether the solve found a fixed
-# point. The second says what the backward pass cost and how good the gradient is, as an estimate.
+# point. The second says what the backward pass cost, and estimates the error of the gradient.
 
 # %%
 print(deq.solution)

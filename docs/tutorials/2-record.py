@@ -2,7 +2,7 @@
 # # What the record tells you, and a cell that does not converge
 #
 # A solve that fails does not raise an error: other samples of the batch may be fine, and training
-# often recovers. So look at the record. It says, for every sample, whether and how the solve ended.
+# often recovers. So look at the record. It says for every sample how the solve ended.
 
 # %%
 import torch
@@ -48,7 +48,7 @@ for i in range(3):
 # %% [markdown]
 # ## A solve that fails
 #
-# Make the cell stronger, and it is no longer a contraction. The plain iteration z ← f(z) then
+# If we make the cell stronger, it is no longer a contraction, and the plain iteration z ← f(z)
 # never settles. The record says what happened and what to try.
 
 # %%
@@ -74,8 +74,8 @@ for strength in (0.8, 2.0, 6.0):
     print(f"strength {strength}: spectral radius {radius.max():.2f}")
 
 # %% [markdown]
-# Then try a solver that can deal with it. Quasi-Newton methods do not need a contraction. A sample
-# that has converged is frozen: its line stays level while others are still being solved.
+# Then try another solver: quasi-Newton methods do not need a contraction. A sample that has
+# converged is frozen, so its line stays level while others are still being solved.
 
 # %%
 tries = {
@@ -114,5 +114,5 @@ print(deq.solution.backward)
 print("residual of w:", [f"{r:.1e}" for r in deq.solution.backward.residual.tolist()])
 
 # %% [markdown]
-# `batch_error` is one number for a logger. Between 0.1 and 0.6 is usual with one VJP; near 1, raise
+# For a logger, `batch_error` is a single number. With one VJP, 0.1 to 0.6 is usual. Near 1, raise
 # `refine`.

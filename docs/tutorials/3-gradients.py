@@ -7,8 +7,8 @@
 # w = (I − J)⁻ᵀ v,    J = ∂f/∂z at z*,    v = ∂loss/∂z*.
 # ```
 #
-# Methods differ in how they compute w. Here f is linear with two numbers, so that you can do the
-# same with pencil and paper.
+# Methods differ in how they compute w. Here f is linear and z has two entries, so you can check
+# everything with pencil and paper.
 
 # %%
 import torch
@@ -111,4 +111,4 @@ assert errors["GDEQ"][1] < errors["JFB"][0] / 2
 torch.set_default_dtype(torch.float32)
 
 # %% [markdown]
-# The numbers on real models are on the page about [gradient quality](../gradient-quality.md).
+# For numbers on real models, see [gradient quality](../gradient-quality.md).

@@ -1,9 +1,9 @@
 # %% [markdown]
 # # A DEQ transformer on text
 #
-# Any block can be a cell. Here it is one transformer block, solved to its equilibrium, which
-# predicts the next character of a sonnet. A stack of blocks would need more parameters; the DEQ
-# uses the same block as often as it takes.
+# Any block can be a cell. Here, one transformer block is solved to its equilibrium and predicts the
+# next character of a sonnet. A stack of blocks would need more parameters; the DEQ applies the same
+# block as often as it takes.
 
 # %%
 import torch
@@ -73,7 +73,7 @@ class Model(nn.Module):
 # %% [markdown]
 # ## Training
 #
-# `deq.solution` belongs to the last call. For a log, keep one or two numbers of it.
+# `deq.solution` is the record of the last call. For a log, keep one or two of its numbers.
 
 # %%
 model = Model()
@@ -124,5 +124,5 @@ print(f"{model.deq.solution.steps.item()} steps, residual {model.deq.solution.re
 print(f"largest change of a probability: {(few - many).abs().max():.4f}")
 
 # %% [markdown]
-# To train such a model in earnest, use `gdeq train chars`, which has checkpoints, mixed precision
-# and a report ([command line](../guides/command-line.md)).
+# To train such a model seriously, use `gdeq train chars`. It has checkpoints, mixed precision and a
+# report ([command line](../guides/command-line.md)).

@@ -35,7 +35,8 @@ def signals(count):
 # ## The iteration as a cell
 #
 # The state is a tuple of tensors of different shapes, each `(batch, ...)`. `initial_state` says
-# where a solve starts. The first part is one step of the smooth problem, the second a projection.
+# where a solve starts. One evaluation takes a gradient step for the signal and a projected step for
+# the dual variable.
 
 
 # %%
@@ -107,5 +108,5 @@ assert history[-1][1] < history[0][1]
 assert deq.solution.residual.max() < 1e-2
 
 # %% [markdown]
-# In place of total variation, put a network into the cell. If you come from deepinv, see
+# To go further, put a network into the cell in place of total variation. If you use deepinv, see
 # [coming from deepinv](../coming-from/deepinv.md).

@@ -1,10 +1,10 @@
 # %% [markdown]
 # # Capture and compile on a GPU
 #
-# A DEQ evaluates a small network many times in each step. On a GPU, launching the kernels then
-# takes longer than running them. Two remedies work together: `torch.compile` makes one evaluation
-# of the cell cheaper, and `gdeq.capture` records a whole training step, solve, backward pass and
-# optimiser, as one CUDA graph. On a CPU the script below runs a smaller model, and the captured
+# A DEQ evaluates a small network many times in each step. On a GPU, launching the kernels can take
+# longer than running them. Two remedies work together: `torch.compile` makes each evaluation of the
+# cell cheaper, and `gdeq.capture` records a whole training step as one CUDA graph: the solve, the
+# backward pass and the optimiser. On a CPU, the script below uses a smaller model, and the captured
 # step runs eagerly.
 
 # %%
@@ -55,7 +55,7 @@ def make_step(compile_cell):
 # %% [markdown]
 # ## Timing
 #
-# `tol=0` makes exactly `max_iter` steps, so that nothing waits for the device. With a tolerance a
+# `tol=0` makes exactly `max_iter` steps, so that nothing waits for the device. With a tolerance, a
 # captured solve still ends early.
 
 # %%
@@ -106,9 +106,10 @@ assert pairs[-1][0] < pairs[0][0]
 # %% [markdown]
 # ## Rules
 #
-# - A graph repeats what the device did. Print, count and log outside the step.
-# - Pass what changes as tensors, also the learning rate: `lr=torch.tensor(0.1, device="cuda")`.
+# - A graph repeats only what the device did. Print, count and log outside the step.
+# - Pass whatever changes as a tensor, including the learning rate:
+#   `lr=torch.tensor(0.1, device="cuda")`.
 # - Keep shapes fixed. A smaller last batch runs eagerly, with one warning.
 # - After you change the solver or the gradient, call `step.reset()`.
 #
-# [Speed on a GPU](../guides/speed.md) says more, and `gdeq bench` measures your machine.
+# See also [speed on a GPU](../guides/speed.md). `gdeq bench` measures your own machine.

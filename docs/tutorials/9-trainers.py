@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Lightning and the Hugging Face Trainer
 #
-# A DEQ is an `nn.Module`, so trainers need no adapter. It is worth adding a few numbers from the
-# record to the log: a solve that stops converging is the first thing you want to see.
+# A DEQ is an `nn.Module`, so trainers need no adapter. Add a few numbers from the record to the
+# log, so that you notice when solves stop converging.
 
 # %%
 import logging
@@ -46,8 +46,7 @@ class Model(nn.Module):
 # %% [markdown]
 # ## Lightning
 #
-# Log what the record says at the end of a step. After the backward pass it also has the gradient's
-# error, so use the hook that comes then.
+# Log the record in the hook after the backward pass. By then it also has the gradient's error.
 
 
 # %%

@@ -28,7 +28,7 @@ from gdeq.state import State, StateMap, StateSpace, full_precision
 from gdeq.tracing import blind, row_by_row, without_values
 
 THIRD = (
-    "gdeq: a fixed point has first and second derivatives, no third; gdeq.Unrolled() and JFB(), "
+    "gdeq: a fixed point has first and second derivatives only; gdeq.Unrolled() and JFB(), "
     "which are approximate, have all"
 )
 

@@ -65,20 +65,20 @@ class ConvergenceWarning(UserWarning):
 
 
 COUPLED = (
-    "samples influence each other in {cell}: changing the states of some changed f for the others, "
-    "by up to {by:.2g} of its size. The solve and its gradient are then wrong, since the first "
-    "dimension of a state is a batch of independent systems. For one system without a batch (a "
-    "graph or set as (nodes, d), a grid) use DEQ(cell, batched=False); replace batch norm by "
-    "nn.GroupNorm; move the batch of a state (length, batch, d) to the front"
+    "samples influence each other in {cell}: changing the state of some samples changed f of the "
+    "others, by up to {by:.2g} of its size. The solve and its gradient are then wrong, since gdeq "
+    "takes the first dimension of a state for a batch of independent systems. For one system "
+    "without a batch (a graph or set as (nodes, d), a grid) use DEQ(cell, batched=False); replace "
+    "batch norm with nn.GroupNorm; if the state is (length, batch, d), put the batch first"
 )
 UNSTEADY = (
     "{cell} changes between evaluations, so its solve may not converge: two evaluations at the "
     "same z differ by up to {by:.2g} of their size. {why}"
 )
 DRAWS = (
-    "{who} draws random numbers at every evaluation: use gdeq.VariationalDropout, which keeps its "
-    "mask during a solve, for dropout (also for F.dropout); set the dropout of attention and "
-    "recurrent layers to 0; draw noise outside the cell"
+    "{who} draws random numbers at every evaluation: for dropout, F.dropout included, use "
+    "gdeq.VariationalDropout, which keeps its mask during a solve; set the dropout of attention "
+    "and recurrent layers to 0; draw noise outside the cell"
 )
 
 

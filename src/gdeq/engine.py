@@ -1,7 +1,7 @@
 """The seam: an engine finds fixed points and solves their adjoint equations.
 
-The map, the solver and the gradient say what is computed; an engine says how.  `Reference` does it
-by the solvers' own code, `gdeq.fast` in fewer passes over memory where it can.  States cross this
+The map, the solver and the gradient say what is computed; an engine says how.  `Reference` runs the
+solvers' own code, and `gdeq.fast` makes fewer passes over memory where it can.  States cross this
 seam as the user's tensors.
 """
 
@@ -240,7 +240,7 @@ def faster(model: str, module: Any, *inputs: Any) -> Callable[[], Any] | None:
 
 @contextlib.contextmanager
 def use(engine: str | Engine) -> Iterator[None]:
-    """Use the "reference" engine, the "fast" one, "auto" or one of your own inside this context.
+    """Use this engine inside the context: "reference", "fast", "auto" or an object of your own.
 
     Examples:
         >>> import torch, gdeq

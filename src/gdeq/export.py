@@ -36,12 +36,12 @@ _forward = inspect.unwrap(DEQ.forward)
 
 
 def fixed_steps(model: M, steps: int | None = None) -> M:
-    """Make every `DEQ` in ``model`` take a fixed number of solver steps.  Changes the model itself.
+    """Make every `DEQ` in ``model`` take a fixed number of solver steps.  Changes it in place.
 
-    The model is then a single graph, for ``torch.compile(model, fullgraph=True)`` and for a smaller
-    and faster program from ``torch.export.export`` and ``torch.onnx.export``.  Export also works
-    without it: a solve with a tolerance then makes all ``max_iter`` steps and freezes samples on
-    the way, as it does eagerly.
+    The model is then a single graph, as ``torch.compile(model, fullgraph=True)`` needs, and
+    ``torch.export.export`` and ``torch.onnx.export`` make a smaller and faster program.  Without
+    it, export works too: a solve with a tolerance then makes all ``max_iter`` steps and freezes
+    converged samples, as it does eagerly.
 
     steps: the number of steps; by default the ``max_iter`` of each solver.
 

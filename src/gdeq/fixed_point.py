@@ -36,10 +36,13 @@ def fixed_point(
     solver: Solver | None = Broyden(),  # noqa: B008 (frozen)
     gradient: Gradient = DEFAULT,
 ) -> Solution:
-    """Find z = f(z) from ``z0``; ``.z`` of the result carries gradients to all that f closes over.
+    """Find z = f(z) from ``z0``, with gradients.
+
+    Returns a `Solution`.  Its ``z`` carries gradients to everything that f closes over.
 
     f: takes and returns a state, a tensor ``(batch, ...)`` or any nesting of tuples, lists and
-        dicts of them.  It must be the same function at every call (see `gdeq.hold` for dropout).
+        dicts of them.  It must be the same function at every call (see `gdeq.hold` for dropout)
+        and treat the samples of the batch independently.
     solver: finds the fixed point.  None, for `Unrolled` only, skips the solve and starts at z0.
     gradient: how ∂ℓ/∂z becomes a gradient; `Implicit` is exact, `GDEQ` reuses Broyden's inverse.
 
@@ -59,7 +62,7 @@ def fixed_point(
 
 @uncompiled
 def solve(f: Callable[[State], State], z0: State, solver: Solver | None = None) -> Solution:
-    """Find z = f(z) from ``z0``, without autograd.
+    """Find z = f(z) from ``z0``, without autograd; return a `Solution`.
 
     f: takes and returns a state, a tensor ``(batch, ...)`` or any nesting of tuples, lists and
         dicts of them.  It must treat the samples of the batch independently.
@@ -84,11 +87,13 @@ def trajectory(
     solver: Solver = Broyden(),  # noqa: B008 (frozen)
     gradient: Gradient = DEFAULT,
 ) -> list[State]:
-    """The states after these solver steps and, last, the fixed point, each with gradients.
+    """Return the states after the solver steps ``at`` and the fixed point, each with gradients.
 
-    For losses on intermediate states (fixed-point correction).  Each state has the gradient that it
-    would have if the solve had ended there; `GDEQ` uses what the whole solve learned.  A sample
+    Use it for losses on intermediate states (fixed-point correction).  Each state has the gradient
+    it would have if the solve had ended there; `GDEQ` uses what the whole solve learned.  A sample
     that has converged keeps its state.  On a GPU this runs the reference engine, which is slower.
+
+    at: step numbers from 1 to the solver's ``max_iter``.
 
     Examples:
         >>> import torch, gdeq
@@ -135,11 +140,11 @@ def find_all(
     """`trajectory`, and the solution."""
     check_pair(solver, gradient)
     if solver is None:
-        raise ValueError("a trajectory needs a solver; unroll f yourself for the states of a loop")
+        raise ValueError("a trajectory needs a solver; without one, call f in a loop yourself")
     for step in at:
         count_of("a step of a trajectory", step, 1)
         if step > solver.max_iter:
-            raise ValueError(f"the solver makes {solver.max_iter} steps at most, not {step}")
+            raise ValueError(f"the solver makes at most {solver.max_iter} steps, not {step}")
     kept: dict[int, Tensor] = {}
     with _on_state(f, z0) as on_state:
         solve = _solver_of(on_state, REFERENCE)
@@ -176,7 +181,7 @@ def _watched(solver: Solver, kept: dict[int, Tensor]) -> Solver:
 
 @contextlib.contextmanager
 def _on_state(f: Callable[[State], State], z0: State) -> Iterator[StateMap]:
-    """f as a map of states like z0; nobody looks at values that are not there meanwhile."""
+    """f as a map of states like z0; inside, values that do not exist yet are not read."""
     on_state = StateMap(StateSpace(z0), f)
     with blind(without_values(on_state.space.leaves(z0, "z0", cast=True))):
         yield on_state
@@ -243,7 +248,7 @@ def check_pair(solver: Solver | None, gradient: Gradient) -> None:
     if solver is None:
         if not isinstance(gradient, Unrolled):
             raise ValueError(
-                "solver=None (no solve) works with gdeq.Unrolled alone; "
+                "solver=None (no solve) works only with gdeq.Unrolled; "
                 "give a solver such as gdeq.Broyden()"
             )
         return
@@ -252,5 +257,5 @@ def check_pair(solver: Solver | None, gradient: Gradient) -> None:
         raise ValueError(
             f"{type(gradient).__name__} reuses the inverse that Broyden's method builds, and "
             f"{type(solver).__name__} builds none; use gdeq.Broyden(), or another gradient such as "
-            "gdeq.GDEQ(refine=1), which begins without one there"
+            "gdeq.GDEQ(refine=1), which works without an inverse"
         )

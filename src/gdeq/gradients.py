@@ -39,7 +39,7 @@ class Needs(NamedTuple):
 
 
 class Gradient:
-    """Base of all gradient methods.
+    """Base class of gradient methods.  Subclass it to write your own.
 
     Examples:
         >>> import torch, gdeq
@@ -58,7 +58,10 @@ class Gradient:
     second_order: bool = False  # has a derivative itself (double backward)
 
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
-        """w and what is known about it, from v, the product u ↦ Jᵀu and the forward solution."""
+        """Return w and what is known about it.
+
+        v: ∂ℓ/∂z*, (batch, d).  vjp: u ↦ Jᵀu.  solution: of the forward solve.
+        """
         raise NotImplementedError
 
 
@@ -66,8 +69,7 @@ class Gradient:
 class JFB(Gradient):
     """Jacobian-free backpropagation (Fung et al. 2021): w = v, as if J were zero.
 
-    refine: go on from there with this many VJPs, as `GDEQ` does after a solver that leaves no
-        inverse.
+    refine: improve w with this many VJPs, as `GDEQ` does after a solver that leaves no inverse.
 
     Examples:
         >>> import torch, gdeq
@@ -99,11 +101,11 @@ class JFB(Gradient):
 
 @options
 class NPG(Gradient):
-    """Neumann-series phantom gradient (Geng et al. 2021), as the paper writes it.
+    """Neumann-series phantom gradient (Geng et al. 2021), in the paper's notation.
 
         w = λ Σ_{i=0}^{k−1} (Mᵀ)ⁱ v,        M = λJ + (1 − λ)I
 
-    steps: k, which costs k − 1 VJPs.
+    steps: k, the number of terms; costs k − 1 VJPs.
     damping: λ in (0, 1].  λ = 1 is the plain Neumann series.
 
     Examples:
@@ -137,10 +139,10 @@ class Implicit(Gradient):
     solver: any solver; its ``tol`` bounds ‖(I − Jᵀ)w − v‖/‖v‖.  `GMRES` needs the fewest VJPs
         (benchmarks/gradients.py); the paper uses ``Broyden(max_iter=20, tol=1e-6)``.
     precondition: start from what the forward solve learned about the inverse, as `GDEQ` with
-        ``refine`` does, and hand it to the solver (`Broyden`, `GMRES`) instead of the identity.
-        A sample that ends with a larger residual than w = 0 has, which is 1, gets w = 0.
-    double_backward: allow second derivatives.  They need f's graph a second time: one more
-        evaluation of f, and its activations, in every forward pass.  Switch it off to save both.
+        ``refine`` does, and give it to the solver (`Broyden`, `GMRES`) in place of the identity.
+        A sample whose residual ends above 1, which is that of w = 0, gets w = 0.
+    double_backward: allow second derivatives.  They need one more evaluation of f, with its
+        activations, in every forward pass.  Set it to False to save both.
 
     Examples:
         >>> import torch, gdeq
@@ -158,7 +160,7 @@ class Implicit(Gradient):
         check_type(self, "solver", Solver, "a solver such as gdeq.Broyden(max_iter=20, tol=1e-6)")
         check_solver(self.solver, linear=True)
         if self.solver.stop == "absolute":
-            raise ValueError("Implicit needs a solver with stop='relative': it is relative to ‖v‖")
+            raise ValueError("Implicit cannot use stop='absolute': its residual is relative to ‖v‖")
         check_flag(self, "precondition")
         check_flag(self, "double_backward")
 
@@ -184,31 +186,33 @@ class Implicit(Gradient):
 
 @options
 class GDEQ(Gradient):
-    """Reuse Broyden's inverse of the forward pass: w = −B_T⁻ᵀ v, no VJP at all.
+    """Reuse Broyden's inverse of the forward pass: w = −B_T⁻ᵀ v, without any VJP.
 
     B_T⁻¹ ≈ (J − I)⁻¹ = −(I − J)⁻¹, so (I − J)⁻ᵀ v ≈ −B_T⁻ᵀ v.
 
-    This is the paper's gradient.  It is good in the directions that the forward iterates explored
-    and close to JFB elsewhere, if the solve was short.  After a long one it can be off by a factor
-    of 10⁵: B_T⁻ᵀ has large entries in directions that no step explored.  ``Measured(GDEQ())`` shows
-    that as a backward residual far above 1.
+    Without options this is the paper's gradient.  After a short solve it is good in the directions
+    that the forward iterates explored, and close to JFB elsewhere.  After a long solve it can be
+    off by a factor of 10⁵, because B_T⁻ᵀ has large entries in directions that no step explored.
+    ``Measured(GDEQ())`` shows that as a backward residual far above 1.
 
-    Beyond the paper, Broyden's method goes on with the adjoint equation for a few VJPs, from a
-    first estimate that is made for long solves too (`gdeq.refinement`).  Its error is rarely above
-    twice the larger of 0.5 and that of ``JFB(refine=k)``: in none of 6,328 cases on maps of many
-    fields (benchmarks/gradients.py).  In the median it is smaller, though not on LASSO.
+    With ``refine`` or ``tolerance``, Broyden's method continues on the adjoint equation for a few
+    VJPs, starting from the last secants of the solve (`gdeq.refinement`), which are safe after long
+    solves too.  The error is rarely above twice the larger of 0.5 and that of ``JFB(refine=k)``: in
+    none of 6,328 cases on maps of many fields (benchmarks/gradients.py).  The median is smaller
+    than JFB's, though not on LASSO.
 
-    refine: spend exactly this many VJPs.  How far the last step moved w, ‖Δw‖/‖w‖, is the ``error``
-        of the record: about the relative error before that step, and so mostly more than the one
-        after it (see `BackwardRecord`).  Where the residual rose at last, the last step starts from
-        the combination of all w with the smallest residual.  In half precision, where it doubled
-        and w is five times as long, the w of smallest residual is the result, and the error is not
-        known (infinite).
-    tolerance: measure ‖(I − Jᵀ)w − v‖/‖v‖ with one VJP and refine the samples above this with at
-        most ``max_refine`` more (10 by default).  A sample keeps the first w within the tolerance;
-        one that never comes there ends as by ``refine=max_refine + 1`` (in half precision, by a
-        plain step from the combination of least residual).  Under `gdeq.capture` all these VJPs
-        are spent; the result is the same.
+    refine: spend exactly this many VJPs.  The record's ``error`` is how far the last of them moved
+        w, ‖Δw‖/‖w‖.  That is about the relative error before the last step, and so mostly more
+        than the error of the result (see `BackwardRecord`).  If the residual is not the smallest
+        at the end, the last step starts from the combination of all w with the smallest residual.
+        In half precision, if the residual doubled and w became five times as long, the result is
+        the w with the smallest residual, and its error is not known (infinite).
+    tolerance: measure ‖(I − Jᵀ)w − v‖/‖v‖ with one VJP, and refine the samples above this
+        tolerance.  A sample keeps the first w within the tolerance.  One that never gets there ends
+        as with ``refine=max_refine + 1`` (in half precision, with a plain step from the combination
+        of smallest residual).  Under `gdeq.capture` all these VJPs are spent; the result is the
+        same.
+    max_refine: with a tolerance, the largest number of VJPs after the first; 10 by default.
 
     Examples:
         >>> import torch, gdeq
@@ -271,10 +275,10 @@ DEFAULT = GDEQ(refine=1)
 
 @options
 class Measured(Gradient):
-    """Another gradient, with its residual measured (for `JFB` and plain `GDEQ`, which need no J).
+    """Another gradient, with its residual measured.  For `JFB` and plain `GDEQ`, which use no J.
 
-    The products with Jᵀ come with the pass through f that follows anyway; the cost is that this
-    pass goes down to z as well, a fraction of one evaluation.
+    The product with Jᵀ comes with the pass through f that every gradient makes.  That pass then
+    also goes down to z, which costs a fraction of one evaluation.
 
     Examples:
         >>> import torch, gdeq
@@ -304,9 +308,10 @@ class Measured(Gradient):
 class Unrolled(Gradient):
     """Weight-tied unrolling through autograd: z ← (1 − λ) z + λ f(z), ``steps`` times.
 
-    After a solve, from z*, it is the unrolled phantom gradient of the peers.  With ``solver=None``
-    it starts from z0 and is the pre-training of the paper.  Memory grows with ``steps``.
+    After a solve it starts from z*: the unrolled phantom gradient (Geng et al. 2021).  With
+    ``solver=None`` it starts from z0: the paper's pre-training.  Memory grows with ``steps``.
 
+    steps: how often f is evaluated with autograd.
     damping: λ in (0, 1]; 1 is the plain iteration.
 
     Examples:

@@ -74,9 +74,9 @@ class Held(nn.Module):
 def hold(cell: object = None) -> Iterator[None]:
     """Keep the dropout masks and normalised weights in ``cell`` fixed inside this context.
 
-    `DEQ` opens it around each call.  Around `fixed_point` with an f of your own, open it yourself.
-    If ``cell`` is not a module (a function, or None), it holds every module that is used.  Nested
-    contexts keep what the outermost one holds.  Other threads are not affected.
+    `DEQ` opens it around each call.  If you call `fixed_point` with an f of your own, open it
+    yourself.  If ``cell`` is not a module (a function, or None), every module that is used inside
+    is held.  In nested contexts the outermost one counts.  Other threads are not affected.
 
     Examples:
         >>> import torch, gdeq
@@ -113,9 +113,10 @@ def _opened(new: _Hold) -> Iterator[None]:
 class VariationalDropout(Held):
     """Dropout with one mask for the whole solve, so that f stays the same function.
 
-    channelwise: drop whole channels, ``(batch, channels, ...)``, as MDEQ does.
-    shared: dimensions along which entries are dropped together: ``shared=1`` for the same mask at
-        all positions of ``(batch, length, features)``, ``shared=0`` for the same in all samples.
+    p: the probability that an entry is dropped.
+    channelwise: drop whole channels of ``(batch, channels, ...)``, as MDEQ does.
+    shared: dimensions along which entries are dropped together.  On ``(batch, length, features)``,
+        ``shared=1`` uses the same mask at all positions; ``shared=0`` the same in all samples.
 
     Examples:
         >>> import torch, gdeq
@@ -208,10 +209,10 @@ class _Times(nn.Module):
 
 
 def weight_norm(module: nn.Module, name: str = "weight", dim: int = 0) -> nn.Module:
-    """Weight normalisation that is computed once per solve instead of once per evaluation.
+    """Normalise a weight once per solve instead of once per evaluation.  Returns the module.
 
     Parameters are named as by `torch.nn.utils.parametrizations.weight_norm`, so state dicts are
-    exchangeable; undo with `gdeq.remove_norm`.
+    interchangeable.  Undo it with `gdeq.remove_norm`.
 
     Examples:
         >>> import torch, gdeq
@@ -227,13 +228,14 @@ def weight_norm(module: nn.Module, name: str = "weight", dim: int = 0) -> nn.Mod
 def spectral_norm(
     module: nn.Module, name: str = "weight", bound: float = 1.0, iterations: int = 1
 ) -> nn.Module:
-    """Divide a weight by its largest singular value, the same value for a whole solve.
+    """Divide a weight by its largest singular value, computed once per solve.  Returns the module.
 
     Like `torch.nn.utils.parametrizations.spectral_norm`, with compatible state dicts, except that
-    its power iteration runs once per solve in training, not once per evaluation.  Undo with
+    in training its power iteration runs once per solve, not once per evaluation.  Undo it with
     `gdeq.remove_norm`.
 
     bound: the largest singular value of the result.  A bound below 1 can make f a contraction.
+    iterations: of the power method, in each solve.
 
     Examples:
         >>> import torch, gdeq
@@ -262,8 +264,8 @@ def apply_norm(
 ) -> list[str]:
     """Normalise the weights of all linear and convolution layers in a module; return their paths.
 
-    norm: `weight_norm` or `spectral_norm`, which is called with the options.
-    where: decides from a layer's path and the layer whether to normalise it.
+    norm: `weight_norm` or `spectral_norm`.  It is called with the remaining options.
+    where: called with a layer's path and the layer; returns whether to normalise it.
 
     Examples:
         >>> import gdeq

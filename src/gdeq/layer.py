@@ -41,25 +41,26 @@ REENTRANT = "None of the inputs have requires_grad"
 
 
 class DEQ(nn.Module):
-    """An equilibrium layer: z = cell(z, x), solved.
+    """An equilibrium layer: it returns the z that solves z = cell(z, x), with gradients.
 
-    cell: a module or function ``cell(z, x, ...)`` that returns a new z of the same form.  The
-        parameters of a function are not known to the layer.
+    cell: a module or function ``cell(z, x, ...)`` that returns a new z of the same form.  If it is
+        a function, the layer does not know its parameters.
     solver, gradient: ``Broyden(max_iter=18, tol=1e-3)`` and ``GDEQ(refine=1)`` by default; both may
         be replaced at any time, for example after pre-training with ``Unrolled``.  In half
         precision the default solver's tolerance is raised to what f can resolve, 8e-3 in bf16.
     eval_solver: used instead of ``solver`` after ``deq.eval()``.
     batched: False for one system without a batch dimension: a graph or set ``(nodes, d)``, a grid.
 
-    A solve starts from the ``z0`` of the call; without it from ``cell.initial_state(x, ...)``, if
-    the cell has that method; otherwise from zeros like x.  ``solution`` is the record of the last
-    call in this thread.  Its z is detached, and it keeps the solver's inverse in memory until the
-    next call.
+    A solve starts from the ``z0`` of the call, else from ``cell.initial_state(x, ...)`` if the
+    cell has that method, else from zeros like x.
 
-    The first call, and the first with another cell, mode, device or dtype, checks by two more
-    evaluations that f does not change between evaluations and treats samples independently, and
-    warns if not.  Another warning says once that most samples do not converge;
-    ``deq.warns = False`` switches it off.
+    ``solution`` is the record of the last call in this thread.  Its z is detached.  It keeps the
+    solver's inverse in memory until the next call.
+
+    The first call, and the first with another cell, mode, device or dtype, evaluates f twice more
+    to check that it stays the same function and treats samples independently, and warns if not.
+    If most samples keep failing to converge, the layer warns once; ``deq.warns = False`` switches
+    that off.
 
     Examples:
         >>> import torch, gdeq
@@ -151,12 +152,12 @@ class DEQ(nn.Module):
     def trajectory(
         self, *inputs: Any, at: Sequence[int], z0: State = None, **options: Any
     ) -> list[State]:
-        """Return the states after these steps and the fixed point; see `gdeq.trajectory`."""
+        """Return the states after the steps ``at``, and the fixed point; see `gdeq.trajectory`."""
         z0 = self._initial_state(*inputs, **options) if z0 is None else z0
         return self._solve(lambda z: self.cell(z, *inputs, **options), z0, at=at)
 
     def equilibrium(self, f: Callable[[State], State], z0: State) -> State:
-        """Return the fixed point, from ``z0``, of an ``f`` that stands in for the cell.
+        """Return the fixed point of ``f``, used in place of the cell, starting from ``z0``.
 
         Dropout masks and normalised weights in the cell stay fixed during the solve.
         """
@@ -278,9 +279,9 @@ class DEQ(nn.Module):
         if self._failures == LOOKS:
             total = len(solution.codes)
             warnings.warn(
-                f"most samples of this layer have not converged for {LOOK_EVERY * LOOKS} calls: "
-                f"{total - len(missed)} of {total} did in this one. The most frequent status: "
-                f"{Status(int(missed.mode().values))}. print(deq.solution) shows more",
+                f"most samples of this layer have not converged in its last {LOOK_EVERY * LOOKS} "
+                f"calls: {total - len(missed)} of {total} did in this one. The most frequent "
+                f"status: {Status(int(missed.mode().values))}. For more, print(deq.solution)",
                 ConvergenceWarning,
                 stacklevel=1,
             )
@@ -324,11 +325,13 @@ def _only_one(z: State) -> State:
 def mixed_start(
     z0: State, share: float = 0.5, scale: float = 1.0, generator: torch.Generator | None = None
 ) -> State:
-    """Replace about this share of the samples in z0 by normal noise.
+    """Replace about this share of the samples in z0 with normal noise.
 
-    Trained from such starts, f tends to have a single equilibrium that all of them lead to.
+    A model trained from such starts tends to have a single equilibrium, whatever the start.
 
-    z0: a state ``(batch, ...)``, such as zeros.  scale: the standard deviation of the noise.
+    z0: a state ``(batch, ...)``, such as zeros.
+    share: the probability that a sample is replaced.
+    scale: the standard deviation of the noise.
 
     Examples:
         >>> import torch, gdeq

@@ -18,10 +18,13 @@ def jacobian_penalty(
     samples: int = 1,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """‖∂f/∂z‖²_F / d at z, averaged over the batch: Hutchinson's estimate (Bai et al. 2021).
+    """Return ‖∂f/∂z‖²_F / d at z, averaged over the batch, by Hutchinson's estimate.
 
-    E‖Jᵀε‖² = tr(JJᵀ) for ε ~ N(0, I).  Differentiable in everything that f closes over; z is a
-    constant.  Add it to the loss with a small weight to keep the spectral radius small.
+    E‖Jᵀε‖² = tr(JJᵀ) for ε ~ N(0, I) (Bai et al. 2021).  Differentiable in everything that f closes
+    over; z is a constant.  Add it to the loss with a small weight to keep the spectral radius
+    small.
+
+    samples: random vectors ε to average over; each costs a VJP.
 
     Examples:
         >>> import torch, gdeq
@@ -29,7 +32,7 @@ def jacobian_penalty(
         >>> penalty = gdeq.jacobian_penalty(lambda z: scale * z, torch.zeros(64, 64))
         >>> 0.2 < penalty.item() < 0.3  # about 0.5²
         True
-        >>> penalty.backward()  # draws the scale down
+        >>> penalty.backward()  # a step against this gradient lowers the scale
         >>> scale.grad.item() > 0
         True
     """
@@ -44,11 +47,11 @@ def jacobian_penalty(
 
 
 def residual_penalty(f: Callable[[State], State], z: State) -> Tensor:
-    """‖f(z) − z‖² / ‖z‖², averaged over the batch, at the z where a solve has stopped.
+    """Return ‖f(z) − z‖² / ‖z‖², averaged over the batch, at the z where a solve has stopped.
 
-    Differentiable in everything that f closes over; z is a constant, so training draws f(z) to z
-    and f keeps an equilibrium that the solver can find.  Costs one evaluation of f.  If f has
-    dropout, call it in the same `hold` as the solve, so that both use one mask.
+    Differentiable in everything that f closes over; z is a constant.  Training therefore pulls f(z)
+    towards z, and f keeps an equilibrium that the solver can find.  Costs one evaluation of f.  If
+    f has dropout, call this in the same `hold` as the solve, so that both use one mask.
 
     Examples:
         >>> import torch, gdeq
@@ -75,10 +78,10 @@ def spectral_radius(
     iterations: int = 50,
     generator: torch.Generator | None = None,
 ) -> Tensor:  # (batch,)
-    """The spectral radius of ∂f/∂z at z for each sample, by power iteration on Jᵀ.
+    """Return the spectral radius of ∂f/∂z at z for each sample, by power iteration on Jᵀ.
 
-    It is the mean growth over the later half of the iterations, which also holds when the largest
-    eigenvalues are a complex pair and the growth of single steps never settles.
+    The result is the mean growth over the second half of the iterations.  It is also right if the
+    largest eigenvalues are a complex pair, for which the growth of single steps never settles.
 
     Examples:
         >>> import torch, gdeq
@@ -114,7 +117,7 @@ def _linearize(f: Callable[[State], State], z: State) -> tuple[Tensor, Tensor]:
     with torch.enable_grad(), full_precision(space.device):
         out = on_vectors(point)
     if not out.requires_grad:
-        raise ValueError("f(z) does not depend on z through autograd; its Jacobian is not there")
+        raise ValueError("f(z) does not depend on z through autograd, so it has no Jacobian")
     return point, out
 
 

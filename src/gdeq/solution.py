@@ -81,15 +81,16 @@ class Cotangent:
 
 @dataclass
 class BackwardRecord:
-    """What the last backward pass through this solution did.
+    """The record of the last backward pass through this solution.
 
     `sample_error` estimates the relative error of w, and `batch_error` is its mean.  Neither is a
-    bound.  Over the maps of benchmarks/gradients.py fewer than one in a thousand gradients of
-    ``GDEQ(refine=1)``, 2 and 4 are off by more than twice `sample_error`.  It is far too large
-    where f has a single slow mode.  In half precision, and for `JFB`, there is no ``sensitivity``:
-    maps with a broad range of slow modes can then be off by ten times as much.
+    bound.  On the maps of benchmarks/gradients.py, fewer than one in a thousand gradients of
+    ``GDEQ(refine=k)`` for k = 1, 2 and 4 had an error of more than twice `sample_error`.  If f has
+    a single slow mode, the estimate is far too large.  In half precision, and for `JFB`, there is
+    no ``sensitivity``: if f has a broad range of slow modes, the true error can then be ten times
+    the estimate.
 
-    In a step under `gdeq.capture` the tensors hold what the last replay left.
+    In a step under `gdeq.capture`, the tensors hold the values of the last replay.
 
     Examples:
         >>> import torch, gdeq
@@ -144,7 +145,7 @@ class BackwardRecord:
 
     @property
     def sample_error(self) -> Tensor | None:  # (batch,)
-        """The larger of ``error`` and ``sensitivity`` × ``residual``, as far as they are known."""
+        """The larger of ``error`` and ``sensitivity`` × ``residual``, of those that are known."""
         if self.residual is None:
             return self.error
         found = self.residual if self.sensitivity is None else self.sensitivity * self.residual
@@ -154,9 +155,9 @@ class BackwardRecord:
 
     @property
     def batch_error(self) -> Tensor | None:  # ()
-        """How far off the gradient of the batch is, about: the mean of `sample_error`.
+        """The estimated error of the batch's gradient: the mean of `sample_error`.
 
-        A sample weighs as much as its w is long, which is its share in the gradient.
+        Each sample is weighted by the length of its w, which is its share in the gradient.
         """
         found = self.sample_error
         return None if found is None else mean_by_share(found, self.length)
@@ -186,8 +187,8 @@ def mean_by_share(values: Tensor, length: Tensor | None) -> Tensor:  # (batch,) 
 class Solution:
     """A fixed point and how it was found.  Per-sample fields are tensors on the state's device.
 
-    A sample that never meets its tolerance gets the z with the smallest ‖f(z) − z‖ that was seen,
-    which may be z0.
+    A sample that does not meet its tolerance gets the z with the smallest ‖f(z) − z‖ seen, which
+    may be z0.
 
     Examples:
         >>> import torch, gdeq
@@ -222,13 +223,13 @@ class Solution:
 
     @property
     def error(self) -> Tensor | None:  # (batch,)
-        """An estimate of ‖z − z*‖/‖z‖, the step ‖B⁻¹g‖ that Broyden's method would take next.
+        """An estimate of ‖z − z*‖/‖z‖: the length of Broyden's next step, relative to ‖z‖.
 
         None for a solver that builds no inverse.  It is not a bound: B⁻¹ is accurate only in the
         directions in which the solve has moved.  On random linear maps the error was at most 5
         times the estimate for 90 % of samples, and up to 6,000 times where I − ∂f/∂z was nearly
-        singular (benchmarks/gradients.py).  If the residual is small and the estimate is not, z is
-        not near a fixed point yet, and f may have none.
+        singular (benchmarks/gradients.py).  If the residual is small and the estimate is large, z
+        is not near a fixed point yet, and f may not have one.
         """
         if self.inverse is None:
             return None
@@ -237,7 +238,7 @@ class Solution:
         return None if found is None else torch.where(self.residual.isfinite(), found, torch.nan)
 
     def summary(self) -> dict[str, float]:
-        """Return plain numbers for a logger.  Waits for the device."""
+        """Return the main figures as plain numbers, for a logger.  Waits for the device."""
         found = {"samples": float(len(self.codes)), "evals": float(self.evals)}
         if len(self.codes):
             found["converged"] = self.converged.double().mean().item()  # the share of samples
@@ -252,7 +253,7 @@ class Solution:
 
     @property
     def backward(self) -> BackwardRecord | None:
-        """The record of the last backward pass; None before the first, and with `Unrolled`."""
+        """The record of the last backward pass; None before the first one, and for `Unrolled`."""
         return self.record if self.record.done else None
 
     def __repr__(self) -> str:
@@ -277,17 +278,16 @@ class Solution:
             lines = [f"{samples}, not asked to converge, {lost} lost: {outcome}"]
         else:
             lines = [f"{int(self.converged.sum())} of {samples} converged in {outcome}"]
-        for i, status in enumerate(ends):
-            if status not in (Status.CONVERGED, Status.FIXED_STEPS):
-                residual, steps = self.residual[i].item(), int(self.steps[i])
-                told = f"step {steps}, residual {residual:.1e}"
-                if status is Status.DIVERGED and residual != (last := self.trace[-1, i].item()):
-                    told = f"step {steps}, residual {last:.1e}; returned is the z with the least "
-                    told += f"‖f(z) - z‖, residual {residual:.1e}"
-                if self.parts is not None:
-                    told += f", largest in tensor {int(self.parts[i].argmax())} of the state"
-                lines.append(f"  sample {i}: {status} [{told}]")
-            if len(lines) > 6:
-                lines.append("  ...")
-                break
+        failed = [i for i in range(batch) if ends[i] not in (Status.CONVERGED, Status.FIXED_STEPS)]
+        for i in failed[:6]:
+            residual, steps = self.residual[i].item(), int(self.steps[i])
+            told = f"step {steps}, residual {residual:.1e}"
+            if ends[i] is Status.DIVERGED and residual != (last := self.trace[-1, i].item()):
+                told = f"step {steps}, residual {last:.1e}; the z with the smallest "
+                told += f"‖f(z) - z‖ is returned, residual {residual:.1e}"
+            if self.parts is not None:
+                told += f", largest in tensor {int(self.parts[i].argmax())} of the state"
+            lines.append(f"  sample {i}: {ends[i]} [{told}]")
+        if failed[6:]:
+            lines.append(f"  and {count(len(failed) - 6, 'more sample')}")
         return "\n".join(lines)

@@ -16,15 +16,15 @@ DRAWS = "draws a new mask at every evaluation: "
 
 
 def steady(module: nn.Module) -> list[str]:
-    """Replace the parts of a cell that change between evaluations; return what was done.
+    """Replace the parts of a cell that change between evaluations; return a list of what was done.
 
-    In place, at any depth:
+    It changes the cell in place, at any depth:
 
-    - dropout becomes `gdeq.VariationalDropout`, with one mask a solve;
+    - dropout becomes `gdeq.VariationalDropout`, with one mask per solve;
     - batch norm becomes group norm, with its weight and bias (train it again);
-    - spectral norms and other parametrizations are computed once a solve.
+    - spectral norms and other parametrizations are computed once per solve.
 
-    Lines that begin with "left" name a part that it cannot replace, and what to do about it.
+    Entries that begin with "left" name a part that it cannot replace, and say what to do about it.
 
     Examples:
         >>> import gdeq
@@ -45,12 +45,14 @@ def steady(module: nn.Module) -> list[str]:
             if isinstance(hook, SpectralNorm):  # PyTorch's older form
                 remove_spectral_norm(owner, hook.name)
                 spectral_norm(owner, hook.name, iterations=hook.n_power_iterations)
-                done.append(f"{path}.{hook.name}: spectral norm, once a solve".lstrip("."))
+                done.append(
+                    f"{path}.{hook.name}: spectral norm, computed once per solve".lstrip(".")
+                )
         if parametrize.is_parametrized(owner):
             for name, kinds in owner.parametrizations.items():
                 if not any(isinstance(kind, Held) for kind in (kinds, *kinds)):
                     once_per_solve(owner, name)
-                    done.append(f"{path}.{name}: parametrized, once a solve".lstrip("."))
+                    done.append(f"{path}.{name}: parametrized, computed once per solve".lstrip("."))
     return done + [f"left {told}" for told in unsteady_parts(module, in_training=True)]
 
 
@@ -86,7 +88,7 @@ UNSTEADY: tuple[tuple[Callable[[nn.Module], bool], str], ...] = (
     (_drops(nn.AlphaDropout, nn.FeatureAlphaDropout), f"{DRAWS}use gdeq.VariationalDropout"),
     (
         _drops(nn.MultiheadAttention, nn.RNNBase),
-        "draws a new dropout mask at every evaluation: set its dropout to 0",
+        "draws a new dropout mask at every evaluation: set its attribute dropout to 0",
     ),
     (
         lambda part: isinstance(part, BATCH_NORMS),

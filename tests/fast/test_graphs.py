@@ -349,7 +349,7 @@ def test_it_takes_functions_of_tensors():
         gdeq.capture(3)
     with pytest.raises(ValueError, match="warmup must be an integer of at least 2"):
         gdeq.capture(print, warmup=1)
-    with pytest.raises(TypeError, match="takes tensors alone"):
+    with pytest.raises(TypeError, match="takes only tensors"):
         gdeq.capture(print)(3.0)
 
     @gdeq.capture(warmup=2)

@@ -1,7 +1,7 @@
 """`capture`: a whole training step as one CUDA graph.
 
-A step on a GPU is some thousands of small kernels, and Python is slower at starting them than the
-GPU at running them.  A CUDA graph records them once and starts them all at once:
+A step on a GPU is thousands of small kernels, and Python takes longer to launch them than the GPU
+to run them.  A CUDA graph records them once and launches them all at once:
 
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1, device="cuda"), fused=True)
 
@@ -16,12 +16,13 @@ GPU at running them.  A CUDA graph records them once and starts them all at once
     for x, y in batches:
         loss = step(x, y)
 
-The recording repeats what the *device* did, with new inputs.  What Python did beside (counting,
-printing, choosing a learning rate) is not repeated: put it outside, and hand over what changes as
-tensors.  A forward solve by `Broyden` (all its memory, full steps) or `Anderson` with a tolerance
-still ends when all samples are done (with Triton); the other solvers, and those in the backward
-pass (`Implicit`, `GDEQ(tolerance=...)`), go on to their ``max_iter`` with the finished samples
-frozen.
+The recording repeats what the *device* did, with new inputs.  What Python did (counting, printing,
+choosing a learning rate) is not repeated: keep it outside the step, and pass whatever changes as a
+tensor.
+
+With Triton, a forward solve by `Broyden` (all its memory, full steps) or `Anderson` with a
+tolerance still ends when all samples are done.  Other solvers, and those in the backward pass
+(`Implicit`, `GDEQ(tolerance=...)`), run to their ``max_iter`` with the finished samples frozen.
 
 A graph is a fixed list of operations, and the number of a solver's steps is not fixed.  So a
 recording is cut where a solve begins to iterate:
@@ -56,14 +57,14 @@ from gdeq.tracing import hidden
 _recordings: list[Recording] = []
 
 ADVICE = (
-    "A step must not read values from the device (.item(), bool(tensor), printing a tensor) nor "
-    "change sizes; create_graph=True and a line search read values; "
-    "optimisers want fused=True or capturable=True, and a learning rate that changes in a tensor"
+    "A captured step must not read values from the device (.item(), bool(tensor), printing a "
+    "tensor), as create_graph=True and line searches do, nor change shapes. Give the optimiser "
+    "fused=True or capturable=True, and keep a changing learning rate in a tensor"
 )
 
 
 class CaptureWarning(UserWarning):
-    """A step runs without a graph; the message says why.
+    """A captured step runs without a CUDA graph; the message says why.
 
     Examples:
         >>> import torch, gdeq, warnings
@@ -90,9 +91,10 @@ class Captured:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the recording: after a change of anything but the values of tensors.
+        """Forget the recording, so that the next calls make a new one.
 
-        Also why there was none: the next calls try again.
+        Needed after a change of anything but the values of tensors.  A step that could not be
+        recorded is tried again.
         """
         self.reason: str | None = None  # why there is no graph, once that is known
         self._warned = False
@@ -135,7 +137,7 @@ class Captured:
     def _check(self, inputs: tuple[Tensor, ...]) -> None:
         if not all(isinstance(x, Tensor) for x in inputs):
             raise TypeError(
-                "a captured step takes tensors alone (a number would be frozen into the recording)"
+                "a captured step takes only tensors (a number would be frozen into the recording)"
             )
         if not inputs or not all(x.is_cuda for x in inputs):
             self._give_up("its inputs are not on a CUDA device")
@@ -226,11 +228,12 @@ def capture(
 
     The first ``warmup`` calls run eagerly and count as ordinary training steps; the next call is
     recorded.  Returned tensors are copies, so they stay valid after the next call.  On a CPU, or
-    if recording fails, the function runs eagerly and a `CaptureWarning` says why.  Call ``reset()``
-    to record again after a change of anything but tensor values, such as another solver.
+    if recording fails, the function runs eagerly and a `CaptureWarning` says why.  After a change
+    of anything but tensor values, such as another solver, call ``reset()`` to record again.
 
-    memory: one `Memory` shared by several steps that take turns.  No step may read another's
-        tensors other than the copies that a call returns.
+    warmup: how many calls run eagerly first; at least 2.
+    memory: a `gdeq.fast.graphs.Memory` that several captured steps share if they run in turns.
+        A step may read only the copies that another one returned, not its other tensors.
 
     Examples:
         >>> import torch, gdeq

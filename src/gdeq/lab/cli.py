@@ -9,6 +9,7 @@ import errno
 import functools
 import json
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 paper = typer.Typer(
-    help="The paper's experiment on CIFAR-10: make the runs, then the tables and figures.",
+    help="Reproduce the paper's experiment on CIFAR-10.",
     no_args_is_help=True,
 )
 app.add_typer(paper, name="paper")
@@ -61,28 +62,33 @@ Settings = Annotated[
 ]
 KEYS = ["Settings and their defaults, which a preset may change:", ""]
 KEYS += configs.help_lines(registry.TASKS["images"].settings)
-KEYS += ["", "chars and the other texts have, in place of data and all that follows model:", ""]
+KEYS += [
+    "",
+    "Language models (chars, ptb, ...) have these in place of data, model and augment:",
+    "",
+]
 KEYS += [line for line in configs.help_lines(registry.TASKS["bytes"].settings) if line not in KEYS]
 for other in ("sudoku", "imaging"):
     lines = configs.help_lines(registry.TASKS[other].settings)
-    KEYS += ["", f"{other} has:", "", *(line for line in lines if line not in KEYS)]
+    KEYS += ["", f"{other} has these instead:", "", *(line for line in lines if line not in KEYS)]
 Root = Annotated[
-    Path | None, typer.Option("--data", help="Folder of the data sets ($GDEQ_DATA, else ./data).")
+    Path | None,
+    typer.Option("--data", help="Folder of the data sets (default: $GDEQ_DATA, else ./data)."),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(help="auto, cpu, cuda or cuda:1 (default: as the run's config.yaml says)."),
+    typer.Option(help="auto, cpu, cuda or cuda:1 (default: that of the run's config.yaml)."),
 ]
 ExactTol = Annotated[
     float,
     typer.Option(
-        help="Residual that the exact gradient and its equilibrium must reach (above 0); samples "
+        help="Residual that the equilibrium and the exact gradient must reach, above 0.  Samples "
         "that do not reach it are left out."
     ),
 ]
 ROUGH = 1e-2  # above this, an --exact-tol deserves a word
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and exit.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, then exit.")]
 
 
 def show_version(wanted: bool) -> None:
@@ -113,7 +119,7 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
             if isinstance(problem, OSError) and problem.strerror:
                 said = f"{problem.filename or 'a file'}: {problem.strerror}"
                 if problem.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                    said += "; give yourself the right to it, or work on a copy of the folder"
+                    said += "; change its permissions, or work on a copy of the folder"
             typer.secho(f"error: {files.shown(said)}", fg="red", err=True)
             raise typer.Exit(1) from problem
         except KeyboardInterrupt as stop:
@@ -121,6 +127,8 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
             typer.secho(files.shown(told[0]), err=True)
             raise typer.Exit(128 + told[1]) from stop
 
+    # One line a paragraph: the terminal knows best where to wrap it.
+    run.__doc__ = re.sub(r"(?<=\S)\n *(?=\S)", " ", command.__doc__ or "")
     return run
 
 
@@ -140,7 +148,7 @@ def train(
         typer.Option(
             metavar="RUN|auto",
             help="Continue this run from its last checkpoint.  auto: continue the run in --out, or "
-            "begin it if there is none, so that a restarted job continues by itself.",
+            "start it if there is none, so that a restarted job continues where it was.",
         ),
     ] = None,
     data: Root = None,
@@ -148,19 +156,17 @@ def train(
 ) -> None:
     """Train a deep equilibrium model.
 
-    gdeq train                                   digits, on the CPU, a minute
+    gdeq train                                   digits, a minute on a CPU
 
-    gdeq train chars                             a language model, on the CPU, two minutes
+    gdeq train chars                             a language model, two minutes
 
-    gdeq train my_task.py epochs=3               your own data, model, loss and metric
+    gdeq train cifar10-fast gradient=implicit    a setting changed
 
-    gdeq train cifar10-fast gradient=implicit    another gradient
+    gdeq train my_task.py epochs=3               your own data and model
 
-    gdeq train --resume runs/NAME                continue a run that was stopped or killed
+    gdeq train --resume runs/NAME                continue an interrupted run
 
-    torchrun --nproc-per-node 4 --max-restarts 3 -m gdeq train cifar10-fast --out DIR --resume auto
-
-    The last one trains on several GPUs.
+    torchrun --nproc-per-node 4 -m gdeq train cifar10-fast    several GPUs
     """
     from gdeq.lab.training import runs
 
@@ -169,8 +175,8 @@ def train(
             raise configs.ConfigError("--resume continues in the run's own folder: leave --out out")
         if source is not None and (source in PRESETS or is_file(source)):
             raise configs.ConfigError(
-                f"--resume takes no preset and no file: the run's own configuration counts; leave "
-                f"{source} out (settings such as epochs=5 may follow)"
+                f"--resume takes no preset and no file, since it uses the run's own configuration: "
+                f"leave {source} out (settings such as epochs=5 may follow)"
             )
         # With --resume the first argument, if there is one, is a setting.
         overrides = [*([] if source is None else [source]), *(settings or [])]
@@ -182,11 +188,11 @@ def train(
         return
     config = chosen(source, settings)
     if resume is not None and out is None:
-        raise configs.ConfigError("--resume auto needs the folder to begin or go on in: --out DIR")
+        raise configs.ConfigError("--resume auto needs --out DIR, the run to start or continue")
     if resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
         raise configs.ConfigError(
-            "torchrun started this command again, which would begin another run: give it "
-            "--out DIR --resume auto, and it continues the one that was begun"
+            "torchrun restarted this command, which would start a second run: add --out DIR "
+            "--resume auto, and it continues the first one"
         )
     path = out or Path("runs") / default_name(config)
     if dry_run:
@@ -215,10 +221,10 @@ def evaluate(
     data: Root = None,
     device: Device = None,
 ) -> None:
-    """Test a finished run: its metric and loss.
+    """Test a finished run.
 
-    If f has an equilibrium, more solver steps than in training lower the residual and leave the
-    metric unchanged.
+    Prints its metric, loss and residual.  If f has an equilibrium, more solver steps than in
+    training lower the residual and leave the metric unchanged.
     """
     from gdeq.lab.training import runs
     from gdeq.lab.training.folder import RunFolder
@@ -241,18 +247,20 @@ def sample(
     run: RunPath,
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "The ",
     tokens: Annotated[int, typer.Option(min=1, help="Words or bytes to add.")] = 200,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Below 1: more likely ones.")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="Of what is drawn.")] = 0,
-    tol: Annotated[float, typer.Option(min=0.0, help="Relative residual of each solve.")] = 1e-2,
-    steps: Annotated[int, typer.Option(min=1, help="Solver steps of a token at most.")] = 50,
+    temperature: Annotated[
+        float, typer.Option(min=0.01, help="Lower it to draw likely tokens more often.")
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    tol: Annotated[float, typer.Option(min=0.0, help="Tolerance of each solve.")] = 1e-2,
+    steps: Annotated[int, typer.Option(min=1, help="Maximum number of steps of each solve.")] = 50,
     fresh: Annotated[
         bool,
-        typer.Option("--fresh", help="Start each solve from zeros, not from the last token's."),
+        typer.Option("--fresh", help="Start each solve from zeros, not from the last token's z."),
     ] = False,
     data: Root = None,
     device: Device = None,
 ) -> None:
-    """Continue a text by a finished language model."""
+    """Continue a text with a trained language model."""
     from gdeq import Picard
     from gdeq.lab.tasks.language import Language, continued
     from gdeq.lab.training import runs
@@ -262,7 +270,7 @@ def sample(
     task = trainer.task
     model: Any = trainer.model
     if not isinstance(task, Language):
-        raise configs.ConfigError(f"{run} is no language model: its task is {task.name}")
+        raise configs.ConfigError(f"{run} is not a language model: its task is {task.name}")
     start = task.encoded(prompt)
     if not len(start):
         raise configs.ConfigError("--prompt is empty: write at least one word")
@@ -274,7 +282,7 @@ def sample(
         made = list(continued(model, start, tokens, temperature, seed, solved and not fresh))
     typer.echo(task.decoded([*start.tolist(), *(token for token, _ in made)]))
     mean = statistics.mean(taken for _, taken in made)
-    tell(f"{mean:.1f} solver steps a token, to a residual of {tol:g}")
+    tell(f"{mean:.1f} solver steps per token, to a residual of {tol:g}")
 
 
 @app.command()
@@ -283,18 +291,19 @@ def compare(
     source: Source = None,
     settings: Settings = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the runs and the report.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each kind.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per method, each with its seed.")] = 1,
     pretraining: Annotated[
-        bool, typer.Option(help="Train all with pre-training, too: the second column.")
+        bool, typer.Option(help="Also train each method with pre-training, in a second column.")
     ] = True,
     data: Root = None,
     dry_run: DryRun = False,
 ) -> None:
-    """The paper's Table 2: Implicit, JFB, NPG and GDEQ, without and with pre-training.
+    """Compare Implicit, JFB, NPG and GDEQ, as the paper's Table 2 does.
 
-    All runs have the same recipe and seed.  Ends with the table and a page.  To continue after a
-    stop, give the same command again.  pretrain_steps is the length of the pre-training (default: a
-    fifth of all steps).
+    Trains with each of them by the same recipe, without and with pre-training.  Then prints a table
+    and writes a report page.  After an interruption, give the same command again to continue.
+
+    The length of the pre-training is pretrain_steps (default: a fifth of all steps).
     """
     from gdeq.lab import report as reports
     from gdeq.lab.training import runs, timing
@@ -328,7 +337,7 @@ def similarity(
     data: Root = None,
     device: Device = None,
 ) -> None:
-    """The paper's cosine figure: each method's gradient beside the exact one, at chosen epochs.
+    """Compare each method's gradient with the exact one, as the paper's cosine figure does.
 
     Each method uses the run's solver, as in training; the exact gradient is that of the equilibrium
     itself.  Everything is computed in float32.  The results replace those of the same epochs in the
@@ -350,7 +359,7 @@ def similarity(
             tell(f"{told} is solved, {time.monotonic() - began:.0f} s")
         records.append(record)
     if exact_tol > ROUGH:
-        tell(f"warning: with --exact-tol {exact_tol:g} the exact gradient is a rough one")
+        tell(f"warning: with --exact-tol {exact_tol:g} the exact gradient is a rough estimate")
     every = [record for records in found.values() for record in records]
     table = Similarity(read_run(run), "", every).table
     if table.rows:
@@ -360,7 +369,7 @@ def similarity(
             tell(text)
     if not any(record["solved"] for record in every):
         raise typer.Exit(1)
-    tell(f"kept in {run / 'similarity.jsonl'}")
+    tell(f"saved in {run / 'similarity.jsonl'}")
 
 
 def left_out(epoch: int, records: list[dict[str, Any]], exact_tol: float) -> Iterator[str]:
@@ -368,9 +377,9 @@ def left_out(epoch: int, records: list[dict[str, Any]], exact_tol: float) -> Ite
     mini = {record["batch"]: record for record in records}.values()
     samples, left = sum(r["samples"] for r in mini), sum(r["solved"] for r in mini)
     if left < samples:
-        rest = "The cosines above are those of the others, which are the easier ones"
+        rest = "The cosines above are those of the others, which are easier"
         if not left:
-            rest = "None is left: raise --exact-tol (float32 comes to about 1e-6)"
+            rest = "None is left: raise --exact-tol (float32 reaches about 1e-6)"
         yield (
             f"warning: at epoch {epoch} {samples - left} of {samples} samples are left out: no "
             f"equilibrium, or no exact gradient at it, was found to {exact_tol:.1e} "
@@ -386,7 +395,7 @@ def report(
         "report"
     ),
 ) -> None:
-    """Write one self-contained HTML page about these runs, and its figures as PNG and CSV."""
+    """Write an HTML page about these runs, and its figures as PNG and CSV."""
     from gdeq.lab import report as reports
 
     page = reports.write(paths, out)
@@ -398,7 +407,7 @@ def report(
 @plain_errors
 def bench(
     cell: Annotated[
-        str, typer.Option(help="mdeq, or a cell of plain modules: transformer, convolution, mlp.")
+        str, typer.Option(help="mdeq, or a plain cell: transformer, convolution or mlp.")
     ] = "mdeq",
     size: Annotated[
         str | None,
@@ -407,13 +416,13 @@ def bench(
         ),
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples in a batch.", show_default="128; 64 on a CPU")
+        int | None, typer.Option(min=1, help="Batch size.", show_default="128; 64 on a CPU")
     ] = None,
     side: Annotated[
         int | None,
         typer.Option(
             min=4,
-            help="Height and width of an image, or the tokens of a transformer.",
+            help="Height and width of an image, or tokens per sample of the transformer.",
             show_default="32; 8 on a CPU",
         ),
     ] = None,
@@ -442,14 +451,14 @@ def bench(
         typer.Option(help="Folder for step.txt and step.json, and kernels.txt on a GPU."),
     ] = None,
 ) -> None:
-    """Time a training step by gradient, beside torchdeq, and show where the time goes.
+    """Time a training step with each gradient, and show where the time goes.
 
     The model is the paper's MDEQ-LARGE with a batch of 128 on a GPU, and a small MDEQ on a CPU.
-    Inputs are random, so no data set is needed.  If torchdeq is installed, it runs in each
-    precision of --peers, and the fastest counts.
+    Inputs are random, so no data set is needed.  If torchdeq is installed, it is timed too, in each
+    precision of --peers, and its fastest time is shown.
 
-    --cell times a cell of plain modules, with torch.compile and gdeq.capture on a GPU: a
-    transformer block, a residual convolution block or an MLP.
+    --cell times a cell of plain PyTorch modules instead, with torch.compile and gdeq.capture on a
+    GPU: a transformer block, a residual convolution block or an MLP.
     """
     from gdeq.lab import bench as benches
     from gdeq.lab.training import runs
@@ -474,7 +483,8 @@ def paper_run(
         "runs/paper"
     ),
     only: Annotated[
-        list[str] | None, typer.Option(help="A run, a group, or a pattern: 'gdeq-*'. Repeatable.")
+        list[str] | None,
+        typer.Option(help="A run, a group, or a pattern such as 'gdeq-*'. Repeatable."),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="key=value for all runs. Repeatable.")
@@ -489,7 +499,7 @@ def paper_run(
 ) -> None:
     """Make all runs behind the paper's tables, the most important first.
 
-    To continue after a stop, give the same command again: finished runs are skipped and others are
+    After an interruption, give the same command again: finished runs are skipped and others are
     resumed.  After each run its gradients are compared.  Training times exclude tests and
     compilation.
     """
@@ -524,10 +534,10 @@ def paper_collect(
         Path | None, typer.Option(help="Where to write.", show_default="the same folder")
     ] = None,
 ) -> None:
-    """Make every table and figure of the paper from the run folders that are there.
+    """Make the paper's tables and figures from the runs so far.
 
-    Writes tables as CSV and Markdown, figures as PNG and CSV, and a page in report/.  Rows that
-    have not been run yet are marked.
+    Writes tables as CSV and Markdown, figures as PNG and CSV, and a page in report/.  Rows whose
+    runs are missing are marked.
     """
     from gdeq.lab.paper import collecting
 
@@ -546,7 +556,7 @@ def get_data(
     ] = None,
     data: Root = None,
 ) -> None:
-    """Find, download or rebuild a data set, and check every file of it."""
+    """Find or download a data set, and check its files."""
     from rich.progress import Progress
 
     if terms := datasets.terms(name):

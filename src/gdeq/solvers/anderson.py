@@ -41,10 +41,10 @@ class Anderson(Solver):
         z ← z + β g − (ΔZ + β ΔG) γ
 
     memory: how many differences are used.  On a GPU all steps of a solve are kept, in half
-        precision where f computes in it.
+        precision if f computes in it.
     mixing: β in (0, 1].
-    regularization: λ, relative to the size of each difference, so that it has no unit; never
-        taken below the rounding level of the dtype.
+    regularization: λ, relative to the size of each difference.  At least the rounding level of the
+        dtype is used.
 
     Examples:
         >>> import torch, gdeq

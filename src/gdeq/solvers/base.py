@@ -39,16 +39,16 @@ class System:
 
 @options
 class Solver:
-    """Base of all solvers.
+    """Base class of solvers, with the options that all of them have.
 
     max_iter: the largest number of steps.
     tol: a sample is done when its residual is at most this; 0 runs exactly ``max_iter`` steps.
-    stop: "relative" compares ‖f(z) − z‖ with max(‖f(z)‖, ‖z‖), in a state of several tensors for
-        each of them (one that is smaller than 1e-5 of the whole state counts as that large): the
-        largest is the residual.  "whole" takes the state as one vector, "absolute" takes
-        ‖f(z) − z‖ as it is.
-    check_every: look for the end of the batch only every so many steps: each look waits for the
-        device.  Results do not change.
+    stop: what the residual is.  "relative" divides ‖f(z) − z‖ by max(‖f(z)‖, ‖z‖).  If the state
+        has several tensors, this is done for each, and the largest counts; a tensor smaller than
+        1e-5 of the whole state is taken to be that large.  "whole" takes the state as one vector,
+        and "absolute" takes ‖f(z) − z‖ as it is.
+    check_every: check only every so many steps whether the whole batch is done, since each check
+        waits for the device.  Results do not change.
 
     Examples:
         >>> import torch, gdeq

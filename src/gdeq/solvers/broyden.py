@@ -51,14 +51,16 @@ class Broyden(Solver):
     sᵀ(s + B_t⁻¹g_{t+1}): the paper's update.  The form above also holds for a shortened step and
     when an old update was dropped in between, and always gives B_{t+1}⁻¹y = s.
 
-    memory: keep at most this many updates (None: all).  When it is full the oldest is dropped
+    memory: keep at most this many updates (None: all).  When it is full, the oldest is dropped
         *before* the new one is computed, so that the newest secant condition holds.
     max_step: bound on ‖s‖ / max(‖z‖, 1); longer steps are shortened.
-    line_search: how often a step that does not lower ‖g‖ may be halved (each costs one call of f).
-    step_bits: on a GPU, where f computes in half precision, each step is kept as bfloat16 (16) or
-        in 8 bits: half the memory and less time, for an f whose numbers are of one size, as those
-        of one that ends in a norm are.  Where neighbours differ by more than about a hundredfold
-        the solve can diverge: look at ``solution.residual``.  Elsewhere it makes no difference.
+    line_search: how often a step that does not lower ‖g‖ may be halved.  Each halving costs one
+        evaluation of f.
+    step_bits: on a GPU, if f computes in half precision, keep each step in bfloat16 (16) or in 8
+        bits, which takes half the memory and less time.  Use 8 if the numbers in z are of similar
+        size, for example if f ends in a norm.  If neighbouring numbers differ by more than about a
+        hundredfold, the solve can diverge: look at ``solution.residual``.  Otherwise it has no
+        effect.
 
     Examples:
         >>> import torch, gdeq

@@ -29,13 +29,13 @@ class GMRES(Solver):
     """Flexible GMRES (Saad 1993) without restart, per sample, for affine f only.
 
     Solves A z = b where g(z) = f(z) − z = b − A z, that is A = I − ∂f/∂z and b = f(0), with one
-    evaluation of f a step, and always has the z of smallest ‖g‖ among all combinations of the
-    directions tried.  The start is the first of them.
+    evaluation of f per step.  Each iterate has the smallest ‖g‖ among all combinations of the
+    directions tried, of which the start is the first.
 
     An inverse estimate B⁻¹ ≈ (∂f/∂z − I)⁻¹ = −A⁻¹ preconditions from the right: directions are
-    −B⁻¹q instead of q, so what is minimised and reported stays the residual of the system itself.
-    They are made orthogonal to each other, or all could be long in the one direction that A
-    shortens most: the image of a long vector has lost its digits.
+    −B⁻¹q instead of q, so the residual of the system itself is minimised and reported.  Directions
+    are made orthogonal to each other.  Otherwise all of them could be long in the direction that A
+    shortens most, and rounding would spoil their images.
 
     Examples:
         >>> import torch, gdeq

@@ -10,7 +10,7 @@ from gdeq.solvers.base import Point, Solver, System
 
 @options
 class Picard(Solver):
-    """z ← (1 − λ) z + λ f(z): needs a contraction, stores nothing.
+    """Damped fixed-point iteration, z ← (1 − λ) z + λ f(z).  Needs a contraction, stores nothing.
 
     damping: λ in (0, 1]; 1 is the plain iteration.
 

@@ -134,7 +134,7 @@ def test_a_dry_run_lists_all_and_writes_nothing(gdeq, tmp_path):
 def test_a_dry_run_without_the_data_lists_all_and_says_what_is_missing(gdeq, tmp_path):
     said = gdeq.ok("paper", "run", "--data", tmp_path, "--dry-run")
     assert "implicit-pretrained-seed2" in said
-    assert "nothing can be begun: CIFAR-10 is not in" in " ".join(said.split())
+    assert "cannot start: CIFAR-10 is not in" in " ".join(said.split())
 
 
 def test_the_results_of_record_are_finished_runs_of_the_plan():

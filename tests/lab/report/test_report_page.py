@@ -132,7 +132,7 @@ def test_vjps_of_a_similarity_are_medians_and_its_implicit_is_explained(tmp_path
     page = Page(report.write([path], tmp_path / "out").read_text())
     (table,) = (t for t in page.tables.values() if "After epoch" in t[0])
     assert (table[0][2], table[1][2]) == ("VJPs, median", "11")
-    assert "Implicit is here an exact backward solve (GMRES)" in page.text
+    assert "Implicit here is an exact backward solve (GMRES)" in page.text
 
 
 def test_figures_tell_what_the_runs_hold(comparison):

@@ -84,7 +84,7 @@ def test_speedup_is_the_ratio_of_seconds_per_step(tmp_path):
     assert (rows["Implicit"].speedup, rows["GDEQ"].speedup) == pytest.approx((1, 1.5))
     assert rows["Implicit"].ms_per_step == rows["GDEQ"].ms_per_step
     text = report.table([slow, fast])
-    assert "time per step, mean over the whole training, divided by the method's" in text
+    assert "mean time per step in training divided by the method's" in text
     assert "ms / step is the median" in text
     assert only_row(fast).speed_cell(False).text == "–"  # without Implicit
 

@@ -70,6 +70,17 @@ def test_it_learns(folder, tmp_path):
     assert told[-1]["test_psnr"] > 22  # 19.9 before
 
 
+def test_a_denoiser_becomes_an_equilibrium(folder, tmp_path):
+    """The preset for a GPU: f is applied once in the first steps, and solved in the others."""
+    small = ["epochs=4", "patches=20", "shrunk=[0.8]", "precision=float32", "ema=0"]
+    more = ["pretrain_steps=40", "optimizer.lr=0.03", "test_every=2"]
+    told = trained(tmp_path / "run", config(folder, *small, *more, preset="denoise"))
+    assert [record["step"] for record in told] == [20, 40, 60, 80]
+    assert told[1]["residual"] > 0.05
+    assert all(record["residual"] < 0.005 for record in told[2:])
+    assert told[-1]["test_psnr"] > told[1]["test_psnr"] > 20.5
+
+
 def test_resumed_it_is_the_same(folder, tmp_path):
     steady = ["optimizer.schedule=constant", "optimizer.warmup=0"]
     trained(tmp_path / "whole", config(folder, "epochs=2", *steady))
@@ -93,6 +104,20 @@ def test_noise_is_as_strong_as_it_says(folder):
     torch.testing.assert_close(strength, level, rtol=0.3, atol=0)
 
 
+def test_smaller_copies_of_the_pictures_are_trained_on(folder):
+    made = task(folder, "shrunk=[0.75,0.5]")
+    assert made.train.sizes.tolist() == [
+        *([32, 40], [40, 32]),
+        *([24, 30], [30, 24]),
+        *([16, 20], [20, 16]),
+    ]
+    assert len(made.data.train[0]) == 6 * 8
+    # Waves of some 20 pixels: half as large, they are what every other pixel shows, about.
+    half, whole = made.train[4].astype(float), made.train[0].astype(float)
+    every_other = (whole[::2, ::2] + whole[1::2, ::2] + whole[::2, 1::2] + whole[1::2, 1::2]) / 4
+    assert abs(half - every_other)[2:-2, 2:-2].max() < 3
+
+
 def test_masks_keep_the_share_and_all_low_frequencies():
     mask = sampled(torch.randn(8, 64, 48), 0.3)
     assert mask.mean() == pytest.approx(0.3, abs=0.01)
@@ -107,6 +132,8 @@ def test_masks_keep_the_share_and_all_low_frequencies():
         ("noise=[30,20]", "noise must be two numbers such as"),
         ("kind=sharpen", "kind must be"),
         ("kept=0", "kept must be"),
+        ("shrunk=[1.5]", "shrunk must be scales between 0 and 1"),
+        ("shrunk=[0]", "shrunk must be scales between 0 and 1"),
         ("model.method=fista", "method must be"),
     ],
 )

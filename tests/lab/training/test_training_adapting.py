@@ -481,10 +481,10 @@ def test_what_to_do_where_it_no_longer_converges(trainer):
     climbing, content = texts
     assert "mean residual 3.0e-01 at step 1): adapt.forward=0.01 is not reached" in climbing
     assert (
-        "of at most 18; if that lasts, add larger numbers to adapt.steps, lower optimizer.lr"
+        "(at most 18); if that lasts, add larger numbers to adapt.steps, lower optimizer.lr"
         in climbing
     )
-    assert content.endswith("lower adapt.forward=0.5, which allows it")
+    assert content.endswith("lower adapt.forward=0.5, which allows such a residual")
     assert not any("max_iter" in text for text in texts)
 
 

@@ -179,7 +179,7 @@ def test_similarity_without_an_exact_gradient_says_so_and_keeps_what_there_was(g
     assert "its earlier records in similarity.jsonl are kept" in said
     assert records_of(run) == good
     code, said = gdeq("similarity", run, *small, "--exact-tol", "0.5")
-    assert (code, "is a rough one" in said) == (0, True), said
+    assert (code, "is a rough estimate" in said) == (0, True), said
 
 
 def test_a_partial_loss_is_told(gdeq, run, monkeypatch):
@@ -194,10 +194,10 @@ def test_a_partial_loss_is_told(gdeq, run, monkeypatch):
     monkeypatch.setattr(similarity.Problem, "exact", losing)
     said = gdeq.ok("similarity", run, "--batches", "1", "--batch-size", "4")
     assert "1 of 4 samples are left out" in said
-    assert "those of the others, which are the easier ones" in said
+    assert "those of the others, which are easier" in said
     assert "Cosine where the solver stops" in said
     page = report.write([run], run / "page").read_text()
-    assert "those left are the easier ones: 1 of 4 after epoch 1." in page
+    assert "and the others are easier: 1 of 4 after epoch 1." in page
 
 
 def opened(run, count):
@@ -296,7 +296,7 @@ def test_similarity_of_a_run_without_an_inverse(gdeq, run, solver):
     assert f"the run's solver, {solver.title()}, leaves no inverse to reuse: for GDEQ it" in said
     assert "for GDEQ it is solved by Broyden(max_iter=3, tol=0.001" in said
     assert "epoch 1: mini-batch 1 of 1 is solved, " in said
-    assert "kept in " in said
+    assert "saved in " in said
     assert "similarity.jsonl" in said
     used = {r["method"]: r["solver"] for r in records_of(run)}
     assert used.keys() == METHODS
@@ -415,7 +415,7 @@ def test_help_teaches(gdeq, name, monkeypatch):
     said = gdeq.ok(name, "--help")
     assert len(said.split()) > 10
     if name in ("evaluate", "similarity"):
-        assert "auto, cpu, cuda or cuda:1 (default: as the run's config.yaml says)" in said
+        assert "auto, cpu, cuda or cuda:1 (default: that of the run's config.yaml)" in said
     if name == "train":
         for key in ("optimizer.lr", "gradient.name", "--resume", "--dry-run", "torchrun"):
             assert key in said
@@ -423,7 +423,7 @@ def test_help_teaches(gdeq, name, monkeypatch):
         for key, (default, meaning) in meanings(ImageConfig).items():
             assert f"{key}={default}" in said
             assert meaning, f"no comment beside {key}"
-            assert meaning in said
+            assert meaning in " ".join(said.split())
 
 
 @pytest.mark.parametrize(

@@ -329,7 +329,7 @@ def test_a_run_that_may_only_be_read(gdeq, few_images):
             looked = refused(gdeq, "similarity", run)
         for each in (Path(place), run, *run.rglob("*")):
             each.chmod(0o755)
-    assert "Permission denied; give yourself the right to it, or work on a copy" in said
+    assert "Permission denied; change its permissions, or work on a copy" in said
     assert f"{run} may not be written to" in looked  # before any work
 
 
@@ -356,7 +356,10 @@ def test_resume_takes_only_settings(gdeq, tmp_path):
     assert "'seeds' is not a setting" in said
     for source in ("digits", "own.yaml"):
         said = refused(gdeq, "train", source, "--resume", tmp_path)
-        assert "--resume takes no preset and no file: the run's own configuration counts" in said
+        assert (
+            "--resume takes no preset and no file, since it uses the run's own configuration"
+            in said
+        )
         assert f"leave {source} out" in said
     said = refused(gdeq, "train", "--resume", tmp_path, "--out", tmp_path / "other")
     assert "leave --out out" in said

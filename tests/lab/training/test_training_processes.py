@@ -146,7 +146,7 @@ def test_a_lost_process_is_told_and_the_same_command_goes_on(tmp_path, zygote, n
 def test_one_command_line_begins_and_goes_on(tmp_path, few_images, gdeq, monkeypatch):
     run = tmp_path / "run"
     code, said = gdeq("train", *TINY, "--resume", "auto")
-    assert (code, "--resume auto needs the folder" in said) == (1, True)
+    assert (code, "--resume auto needs --out DIR" in said) == (1, True)
     code, said = gdeq("train", *TINY, "--resume", "auto", "--out", run, "--dry-run")
     assert (code, f"would train into {run}, a new folder" in said) == (0, True), said
     said = gdeq.ok("train", *TINY, "--resume", "auto", "--out", run)
@@ -160,7 +160,7 @@ def test_one_command_line_begins_and_goes_on(tmp_path, few_images, gdeq, monkeyp
     # A restart that would begin another run is told so.
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     code, said = gdeq("train", *TINY, "--out", tmp_path / "other")
-    assert (code, "give it --out DIR --resume auto" in said) == (1, True), said
+    assert (code, "add --out DIR --resume auto" in said) == (1, True), said
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from gdeq.lab.data.batches import Batches, Part, generator, rows, sent
 from gdeq.lab.data.dataset import Pixels
@@ -48,6 +49,20 @@ class Pictures:
 def pictures_of(images: Sequence[Pixels]) -> Pictures:  # each (h, w)
     sizes = np.array([image.shape for image in images], np.int64).reshape(-1, 2)
     return Pictures(np.concatenate([image.reshape(-1) for image in images]), sizes)
+
+
+def with_shrunk(pictures: Pictures, scales: Sequence[float]) -> Pictures:
+    """The same pictures, and then all of them at each of these scales."""
+    images = [pictures[number] for number in range(len(pictures))]
+    return pictures_of([*images, *(_shrunk(image, s) for s in scales for image in images)])
+
+
+def _shrunk(image: Pixels, scale: float) -> Pixels:  # (h, w)
+    size = [max(1, round(scale * length)) for length in image.shape]
+    given = torch.from_numpy(image)[None, None].float()
+    made = interpolate(given, size, mode="bicubic", antialias=True)[0, 0]
+    found: Pixels = made.round().clamp(0, 255).byte().numpy()
+    return found
 
 
 def read_folder(folder: Path) -> Pictures:

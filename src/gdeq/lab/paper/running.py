@@ -75,8 +75,8 @@ class Journey:
             other = [text for text in other if text.partition(":")[0] not in ASIDE]
             if other:
                 raise RunError(
-                    f"{path} was made with other settings ({', '.join(other)}): one table "
-                    "wants one recipe; choose another folder, or leave the run out (--only)"
+                    f"{path} was made with other settings ({', '.join(other)}), but all runs of a "
+                    "table need the same: choose another folder, or leave the run out (--only)"
                 )
         return wanted
 
@@ -85,7 +85,7 @@ class Journey:
         try:
             self.check(planned)
         except DataError as problem:  # how long pre-training is depends on the data
-            lines.append(f"nothing can be begun: {problem}")
+            lines.append(f"cannot start: {problem}")
         return lines
 
     def go(self, planned: Sequence[Planned]) -> None:

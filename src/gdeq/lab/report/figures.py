@@ -74,20 +74,20 @@ class Figure:
 OVER_TRAINING = (
     (
         *("residual", "Forward residual", "relative residual of the solve"),
-        "How far the forward solve is from the fixed point when it stops: lower is better. A line "
-        "that rises says that the model becomes harder to solve.",
+        "How far the forward solve is from the fixed point when it stops: lower is better. A "
+        "rising line means that the model becomes harder to solve.",
         True,
     ),
     (
         *("solver_steps", "Forward solver steps", "solver steps per sample"),
-        "What the forward solve costs: a flat line at the solver’s budget says that it stops there "
-        "before it reaches its tolerance.",
+        "What the forward solve costs. A flat line at the maximum number of steps means that "
+        "solves stop there before they reach their tolerance.",
         False,
     ),
     (
         *("backward_residual", "Backward residual", "‖(I − Jᵀ)w − v‖ / ‖v‖"),
         "How well each method solves the adjoint equation, at the steps where the run measured it: "
-        "0 is the exact gradient. Where f is hard, a smaller residual need not be a better "
+        "0 is the exact gradient. If f is hard to solve, a smaller residual need not mean a better "
         "gradient.",
         True,
     ),
@@ -107,14 +107,14 @@ def _metric(rows: Sequence[Row], x: str) -> Figure:
     metric = metric_of(rows)
     slug = re.sub(r"\W+", "_", metric.name)  # a run folder does not choose where files go
     note = (
-        "The same runs without the clock: where one of the same length and rate is worse here, its "
-        "gradient teaches less per step, however fast it is."
+        "The same runs, epoch by epoch. If one of the same length and learning rate is worse here, "
+        "its gradient achieves less per step, however fast it is."
     )
     if x == "seconds":
         better = "higher" if metric.higher_is_better else "lower"
         note = (
-            f"The paper’s convergence figure: further left is faster, {better} is better. One line "
-            "for each run; the clock stands still during tests."
+            f"The paper’s convergence figure: further left is faster, {better} is better. There is "
+            "one line for each run, and time excludes tests."
         )
         if len(lines) < sum(bool(run.curve(x)) for row in rows for run in row.runs):
             note += " Repeats that were tested less often are left out."
@@ -132,7 +132,7 @@ def against(
     unit, seconds = time_unit(longest) if x == "seconds" else (1.0, "")
     bottom = floor(lines)
     if bottom is not None:
-        note += " The first epochs lie below the axis."
+        note += " The first epochs are below the range of the axis."
     label = f"training time ({seconds})" if seconds else "epoch"
     title = f"{y.capitalize()} against {_AXES[x][1]}"
     return Figure(name, title, note, label, y, (x, key), lines, unit=unit, bottom=bottom)
@@ -165,7 +165,7 @@ def _over_training(
         if (points := _measured(run, key))
     )
     if any(line.run.pretrained for line in lines):
-        note += " The first steps of a dashed line are its pre-training, which unrolls f instead."
+        note += " The first steps of a dashed line are its pre-training, which unrolls f."
     return Figure(key, title, note, "training step", y, ("step", key), lines, log=log)
 
 

@@ -110,10 +110,10 @@ def make_sections(runs: list[Run], rows: list[Row]) -> list[Section]:
     for index, one in enumerate(similarities(runs)):
         title = "" if index else "Gradient similarity"
         found.append(Section(title, one.text, figures=one.figures))
-        found.append(Section(table=one.table, folded="The same in numbers"))
+        found.append(Section(table=one.table, folded="These figures in numbers"))
     found.append(Section("Runs", table=runs_table(rows)))
     different = differences(runs)
-    told = "What differs between the runs; below, each run’s settings in full."
+    told = "The settings that differ between the runs. Below are all settings of each run."
     if not different.columns:
         told = "All runs have the same settings." * (len(runs) > 1)
     found.append(Section("Configuration", told, different))
@@ -154,8 +154,8 @@ def runs_table(rows: list[Row]) -> Table:
         metric_of(rows).title.capitalize(): [
             NONE if run.score is None else run.metric.number(run.score) for run in runs
         ],
-        "ms / step": [milliseconds(run.ms_per_step) for run in runs],
-        "Time": [duration(run.seconds) for run in runs],
+        "ms / step in training": [milliseconds(run.ms_per_step) for run in runs],
+        "Training time": [duration(run.seconds) for run in runs],
     }
     return Table.of(columns, "runs")
 

@@ -14,12 +14,12 @@ from gdeq.lab.report.tables import Table, scientific, shown
 FIGURES = (
     (
         *("cosine", "Cosine with the exact gradient", "cosine"),
-        "1 is the exact direction, 0 a useless one. A box holds the middle half of the "
-        "mini-batches, its bar the median, the whiskers all of them.",
+        "1 is the exact direction, 0 a useless one. A box spans the middle half of the "
+        "mini-batches, its bar is the median, and the whiskers reach to all of them.",
     ),
     (
         *("relative_error", "Relative error of the gradient", "‖g − exact‖ / ‖exact‖"),
-        "Distance to the exact gradient as a share of its length: it sees what the angle hides, a "
+        "Distance to the exact gradient, relative to its length. Unlike the cosine, it shows a "
         "gradient that is too long or too short. Lower is better.",
     ),
 )
@@ -52,9 +52,8 @@ class Similarity:
     def text(self) -> str:
         """On what, and how well, it was measured."""
         text = (
-            f"Measured on the weights of {self.run.name}. Implicit is here an exact backward solve "
-            "(GMRES) from where the run's solver stopped, not the truncated one that a run trains "
-            "with."
+            f"Measured on the weights of {self.run.name}. Implicit here is an exact backward solve "
+            "(GMRES) from where the run's solver stopped, not the shorter one used in training."
         )
         worst = max(numbers(self.records, "exact_residual"), default=None)
         if worst is not None:
@@ -62,8 +61,8 @@ class Similarity:
         left_out = _left_out(self.records)
         if left_out:
             text += (
-                " Samples that have no exact gradient are in no figure, and those left are the "
-                f"easier ones: {', '.join(left_out)}."
+                " Samples that have no exact gradient are left out of all figures, and the others "
+                f"are easier: {', '.join(left_out)}."
             )
         return text
 

@@ -98,7 +98,7 @@ def _speed(rows: Sequence[Row]) -> str:
     text = f"{_short(best)} {verb} the shortest steps, {size} times as fast as Implicit’s"
     if len(best) > 1:
         text += "; these times show no difference between them"
-    return text + ("." if best[0].in_turns else ", by the times of whole trainings.")
+    return text + ("." if best[0].in_turns else ", judging by whole trainings.")
 
 
 def _score(rows: Sequence[Row]) -> str:
@@ -114,9 +114,7 @@ def _score(rows: Sequence[Row]) -> str:
         return f"{_short(leading)} has the best test {metric.words}, {high}{unit}."
     text = f"The runs show no difference in test {metric.words}"
     if len(leading) < scored:
-        text = (
-            f"{_short(leading)} lead in test {metric.words}, with no difference shown between them"
-        )
+        text = f"{_short(leading)} lead in test {metric.words}; no difference shows between them"
     return f"{text}: {low} to {high}{unit}. {_needed(rows, leading, which)}".rstrip()
 
 
@@ -137,9 +135,12 @@ def _needed(rows: Sequence[Row], leading: list[Row], which: int) -> str:
     samples = _samples([first]) if metric_of(rows).percent else None
     more = ""
     if samples:
-        more = f"{_round(times * samples)} test samples instead of {samples:.0f}, or "
-    names = f"{leading[0].label.split(' · ')[0]} from {leading[-1].label.split(' · ')[0]}"
-    return f"To tell {names} at this difference takes about {more}{_round(times)} seeds of each."
+        more = f"{_round(times * samples)} test samples (there are {samples:.0f}), or "
+    names = f"{leading[0].label.split(' · ')[0]} and {leading[-1].label.split(' · ')[0]}"
+    return (
+        f"If the difference between {names} is real, it takes about {more}{_round(times)} seeds "
+        "of each to show it."
+    )
 
 
 def _samples(some: Sequence[Repeats]) -> float | None:
@@ -159,33 +160,38 @@ def notes(rows: Sequence[Row]) -> list[str]:
     clocks = [row.clock for row in rows if row.clock]
     if any(row.in_turns for row in rows):
         found.append(
-            "Speed-up: Implicit's time per step divided by the method's, timed in turns at the end "
-            "of training: the median of the turns, and their middle half"
+            "Speed-up: Implicit's time per step divided by the method's. All methods are timed in "
+            "turns after training; below the median is the range of the middle half of the turns"
         )
     elif any(row.speedup is not None for row in rows):
         found.append(
-            "Speed-up: Implicit's time per step, mean over the whole training, divided by the "
-            "method's; the trainings ran one after another, and their times include whatever else "
-            "the machine did; ms / step is the median of the log lines"
+            "Speed-up: Implicit's mean time per step in training divided by the method's. The "
+            "trainings ran one after another, so other work on the machine may have slowed some "
+            "of them; ms / step is the median of the log lines"
         )
     waited = max((number(run.timing.get("waited")) or 0.0 for run in clocks), default=0.0)
     if waited > BUSY:
         found.append(
-            f"The machine was busy: {waited:.0%} of the timing was spent waiting for a core. All "
-            "methods were slowed alike, so trust the ratios more than the milliseconds; repeat the "
-            "command on an idle machine to time them again"
+            f"The machine was busy: {waited:.0%} of the timing was spent waiting for a core. This "
+            "slowed all methods alike, so trust the ratios more than the milliseconds. To time "
+            "them again, repeat the command on an idle machine"
         )
-    slow = [r.label for r in rows if r.clock and r.seconds_per_step and r.ms_per_step
-            and 1e3 * r.seconds_per_step > 1.5 * r.ms_per_step]  # fmt: skip
+    # A step in training beside the same step timed in turns.
+    shares = {r.label: 1e3 * r.seconds_per_step / r.ms_per_step for r in rows
+              if r.clock and r.seconds_per_step and r.ms_per_step}  # fmt: skip
+    slow = [label for label, share in shares.items() if share > min(1.5, 2 * min(shares.values()))]
     if slow:
-        found.append(f"Something slowed the training of {listed(slow)}: its time is too long")
+        found.append(
+            f"Other work on the machine slowed the training of {listed(slow)}: do not compare "
+            "training times"
+        )
     if clocks:
-        found.append("f / step: evaluations of f, including the one with autograd")
+        found.append("f / step: evaluations of f per training step, including one with autograd")
     if any(repeats.spread is not None for row in rows for repeats in row.scores):
         every = [repeats for row in rows for repeats in row.scores if repeats.spread is not None]
         same = any(repeats.seeds < len(repeats.counted) for repeats in every)
         over = "over runs, some of the same seed" if same else "over seeds"
-        found.append(f"Of the final epoch: mean ± standard deviation {over}")
+        found.append(f"Figures are of the final epoch: mean ± standard deviation {over}")
     _, usual = methods.row_labels([run for row in rows for run in row.runs])
     found += [f"Unless a row says otherwise: {usual}"] if usual else []
     left = unfinished(rows)

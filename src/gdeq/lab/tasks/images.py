@@ -25,7 +25,7 @@ class ModelConfig:
 
     size: str = "small"  # small (0.09 M parameters), tiny (0.16 M), large (11.1 M)
     weight_norm: bool = True  # normalise the weights of the cell
-    dropout: float = 0.0  # share of channels dropped in the cell, with one mask per solve
+    dropout: float = 0.0  # share of channels dropped in the cell; one mask per solve
     outer_norm: str = "group"  # norm of stem and head: group, or batch as published
     short: ClassVar = "size"
 
@@ -41,7 +41,7 @@ class ImageConfig(Config):
     """One training of an MDEQ."""
 
     data: str = "digits"  # digits, cifar10
-    label_smoothing: float = 0.0  # share of the target that goes to all classes
+    label_smoothing: float = 0.0  # share of the target that is spread over all classes
     model: ModelConfig = field(default_factory=ModelConfig)
     augment: Augment = field(default_factory=Augment)
     fixed: ClassVar = (*Config.fixed, "data", "model")

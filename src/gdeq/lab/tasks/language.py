@@ -58,12 +58,12 @@ _GPU: dict[str, Any] = {
 class TransformerConfig:
     """Which transformer."""
 
-    width: int = 128  # features of a token
-    heads: int = 4  # of attention
-    blocks: int = 1  # in one evaluation of f
-    dropout: float = 0.0  # share of features dropped in f, the same during a solve
+    width: int = 128  # features per token
+    heads: int = 4  # attention heads
+    blocks: int = 1  # transformer blocks in one evaluation of f
+    dropout: float = 0.0  # share of features dropped in f; one mask per solve
     embedding: float = 0.0  # share of the vocabulary dropped from a batch
-    outer: float = 0.0  # share of features dropped of x and of the equilibrium
+    outer: float = 0.0  # share of features dropped from x and from the equilibrium
 
     def __post_init__(self) -> None:
         for name in ("width", "heads", "blocks"):
@@ -78,11 +78,11 @@ class TransformerConfig:
 class LanguageConfig(Config):
     """One training of a language model; ``batch_size`` texts are read side by side."""
 
-    data: str = "python"  # bytes: python (the texts of its help), enwik8; words: ptb, wikitext2
-    window: int = 64  # tokens of a sample
-    memory: int = 64  # tokens before it that are attended to
-    test: str = "test"  # test, validation
-    test_rows: int = 4  # parts in which that text is read side by side
+    data: str = "python"  # bytes: python (its help texts), enwik8; words: ptb, wikitext2
+    window: int = 64  # tokens per sample
+    memory: int = 64  # earlier tokens that are attended to
+    test: str = "test"  # text to test on: test, validation
+    test_rows: int = 4  # parts of that text that are read side by side
     model: TransformerConfig = field(default_factory=TransformerConfig)
     fixed: ClassVar = (
         *(*Config.fixed, "data", "window", "memory"),

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 class ReasonerConfig:
     """Which network."""
 
-    width: int = 384  # features of a cell
-    mix: str = "attention"  # how cells hear of each other: attention, mixing
-    heads: int = 6  # of attention, in turn for rows, columns and boxes
-    blocks: int = 3  # in one evaluation of f
-    segments: int = 4  # solves one after another, each with a loss of its own
-    patience: int = 0  # a puzzle is trained on until solved, or for so many segments; 0: one step
+    width: int = 384  # features per cell of the puzzle
+    mix: str = "attention"  # how cells exchange information: attention, mixing
+    heads: int = 6  # attention heads, in turn for rows, columns and boxes
+    blocks: int = 3  # blocks in one evaluation of f
+    segments: int = 4  # solves in a row, each with its own loss
+    patience: int = 0  # keep a puzzle until it is solved, or for so many segments; 0: one step
     noise: float = 1.0  # size of the random state that a puzzle starts from in training
 
     def __post_init__(self) -> None:
@@ -52,10 +52,10 @@ class SudokuConfig(Config):
     """One training of a reasoner."""
 
     data: str = "sudoku"  # sudoku (`gdeq data sudoku`), or a folder with train.csv and test.csv
-    revealed: tuple[int, ...] = (0, 17)  # cells given beside the puzzle's own: least, most
-    symmetries: bool = True  # relabel digits and move rows and columns in training
-    test: str = "test"  # test, validation, hardest (as it is, without revealed cells)
-    test_puzzles: int = 18_000  # as many for each number of revealed cells
+    revealed: tuple[int, ...] = (0, 17)  # cells given in addition to the puzzle's own: least, most
+    symmetries: bool = True  # in training, relabel digits and move rows and columns
+    test: str = "test"  # test, validation, hardest (without revealed cells)
+    test_puzzles: int = 18_000  # puzzles, spread evenly over the numbers of revealed cells
     model: ReasonerConfig = field(default_factory=ReasonerConfig)
     fixed: ClassVar = (*Config.fixed, "data", *SHAPE)
 

@@ -7,6 +7,7 @@ import difflib
 import inspect
 import math
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Sequence
@@ -172,11 +173,12 @@ def meanings(kind: type, prefix: str = "") -> dict[str, tuple[str, str]]:
 
 
 def help_lines(kind: type) -> list[str]:
-    """A line for each setting, for ``--help``."""
-    return [
+    """Each setting with its meaning, in lines of a terminal, for ``--help``."""
+    found = [
         f"{f'{key}={default}':28s}  {meaning}".rstrip()
         for key, (default, meaning) in meanings(kind).items()
     ]
+    return [textwrap.fill(line, 78, subsequent_indent=30 * " ") for line in found]
 
 
 def _unknown(kind: type, key: str) -> ConfigError:

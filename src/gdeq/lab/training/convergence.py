@@ -35,8 +35,8 @@ class ConvergenceWatch:
         if self.steps:
             return (
                 f"warning: after {count(self.steps, 'solver step')} the mean residual is "
-                f"{residual:.1e} (step {step}): f is trained as a network of that depth, without "
-                f"an equilibrium that the solver would find: {self._advice(residual)}"
+                f"{residual:.1e} (step {step}): f is trained as a network of that depth, with no "
+                f"equilibrium that the solver can reach: {self._advice(residual)}"
             )
         return (
             f"warning: the solver no longer converges (mean residual {residual:.1e} "
@@ -47,12 +47,13 @@ class ConvergenceWatch:
         adapt = self.adapt
         if not adapt.enabled:
             return (
-                "raise solver.max_iter, hold f down with residual_weight=5, or lower optimizer.lr"
+                "raise solver.max_iter, penalise the residual (residual_weight=5), or lower "
+                "optimizer.lr"
             )
-        if residual <= adapt.forward:  # nobody asks for more steps
-            return f"lower adapt.forward={adapt.forward:g}, which allows it"
+        if residual <= adapt.forward:  # the target asks for no more steps
+            return f"lower adapt.forward={adapt.forward:g}, which allows such a residual"
         return (
-            f"adapt.forward={adapt.forward:g} is not reached with the steps in use, of at most "
-            f"{adapt.steps[-1]}; if that lasts, add larger numbers to adapt.steps, lower "
+            f"adapt.forward={adapt.forward:g} is not reached with the steps in use (at most "
+            f"{adapt.steps[-1]}); if that lasts, add larger numbers to adapt.steps, lower "
             "optimizer.lr, or raise adapt.penalty_most"
         )

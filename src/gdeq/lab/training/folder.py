@@ -24,6 +24,7 @@ from gdeq.lab.tasks import registry
 from gdeq.lab.training import checkpoint
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.settings import Config
+from gdeq.options import count
 
 
 class RunError(LabError):
@@ -220,7 +221,7 @@ def environment() -> dict[str, Any]:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+    return f"CPU ({platform.machine()}, {count(torch.get_num_threads(), 'thread')})"
 
 
 def _revision() -> str | None:

@@ -41,8 +41,8 @@ class SolverConfig:
 
     name: str = "broyden"  # broyden, anderson, picard
     max_iter: int = 18  # maximum number of steps
-    tol: float = 1e-3  # relative residual at which a sample has converged; 0: take all steps
-    memory: int | None = None  # steps that are kept; null: all of them (anderson: 5)
+    tol: float = 1e-3  # relative residual at which a sample has converged; 0: make all steps
+    memory: int | None = None  # steps to keep; null: all (anderson: 5)
     step_bits: int = 16  # broyden, on a GPU in half precision: keep steps in 16 or 8 bits
     damping: float = 1.0  # picard: share of the new value in each step, up to 1
     short: ClassVar = "name"
@@ -73,13 +73,13 @@ class GradientConfig:
     """How ∂ℓ/∂z becomes a gradient.  Each name reads only the settings that it needs."""
 
     name: str = "gdeq"  # gdeq, implicit, jfb, npg, unrolled
-    refine: int = 0  # gdeq, jfb: VJPs spent on every step (a DEQ of your own has 1 by default)
-    tolerance: float | None = None  # gdeq: bound on the backward residual
-    max_refine: int | None = None  # gdeq, with a tolerance: maximum number of VJPs to refine
+    refine: int = 0  # gdeq, jfb: VJPs in every training step (1 by default in a plain DEQ)
+    tolerance: float | None = None  # gdeq: refine until the backward residual is below this
+    max_refine: int | None = None  # gdeq, with a tolerance: maximum number of VJPs to refine with
     max_iter: int = 20  # implicit: maximum number of steps of the backward solve
     tol: float = 1e-6  # implicit: relative residual at which the backward solve ends
     solver: str = "broyden"  # implicit: broyden, gmres, anderson, picard
-    steps: int = 5  # npg, unrolled: terms of the series, or layers
+    steps: int = 5  # npg: terms of the series; unrolled: layers
     damping: float = 0.5  # npg, unrolled: share of the new value in each step, up to 1
     short: ClassVar = "name"
     read_by: ClassVar = {
@@ -117,12 +117,12 @@ class OptimizerConfig:
 
     name: str = "adam"  # adam, sgd, muon
     lr: float = 1e-3  # largest learning rate
-    weight_decay: float = 0.0  # of all weight matrices and convolutions
-    momentum: float = 0.9  # sgd, muon
-    adam_lr: float = 2e-3  # muon: of biases, norms, gains, the first and the last layer
+    weight_decay: float = 0.0  # applies to all weight matrices and convolutions
+    momentum: float = 0.9  # for sgd, muon
+    adam_lr: float = 2e-3  # muon: learning rate of biases, norms, gains, first and last layer
     schedule: str = "cosine"  # cosine, onecycle, constant
-    warmup: float = 0.0  # share of the steps over which the rate rises
-    clip: float | None = None  # largest gradient norm
+    warmup: float = 0.0  # share of the steps in which the learning rate rises
+    clip: float | None = None  # largest norm of the gradient; null: no limit
     short: ClassVar = "name"
     read_by: ClassVar = {"momentum": ("sgd", "muon"), "adam_lr": ("muon",)}
 
@@ -147,17 +147,17 @@ class AdaptConfig:
     is wider at first, on the lowest.  A test is solved with the steps then in use.
     """
 
-    enabled: bool = False  # choose solver steps, VJPs and penalty by residual and error
+    enabled: bool = False  # adapt solver steps, VJPs and penalty to the measured residual and error
     forward: float = 1e-2  # target: mean relative residual of the fixed point
     backward: float = 0.3  # target: estimated error of a batch's gradient (`batch_error`)
-    forward_at_first: float | None = None  # target at first, then falling evenly; null: forward
+    forward_at_first: float | None = None  # target at the start, falling evenly; null: forward
     backward_at_first: float | None = None  # the same for backward
     every: int = 50  # training steps between two decisions
-    steps: tuple[int, ...] = (4, 5, 6, 7, 9, 12, 15, 18)  # levels of solver.max_iter
-    refine: tuple[int, ...] = (0, 1, 2, 3, 5)  # levels of gradient.refine
-    room: float = 0.3  # below this share of the target, one level less is tried
-    patience: int = 2  # after so many decisions in a row below that share
-    penalty_least: float = 1.0  # first residual_weight, when the last level does not suffice
+    steps: tuple[int, ...] = (4, 5, 6, 7, 9, 12, 15, 18)  # values of solver.max_iter to choose from
+    refine: tuple[int, ...] = (0, 1, 2, 3, 5)  # values of gradient.refine to choose from
+    room: float = 0.3  # below this share of the target, the next lower value is tried
+    patience: int = 2  # decisions in a row below that share before it is tried
+    penalty_least: float = 1.0  # first residual_weight, if the most steps are not enough
     penalty_most: float = 64.0  # largest residual_weight
 
     def __post_init__(self) -> None:
@@ -189,22 +189,22 @@ class Config:
 
     task: str = "images"  # images, bytes, words, sudoku, imaging, or a file with your own
     epochs: int = 20  # passes over the training samples
-    batch_size: int = 64  # of all processes together
-    seed: int = 0  # for weights, order, augmentation and dropout
+    batch_size: int = 64  # total over all processes
+    seed: int = 0  # of weights, order of samples, augmentation and dropout
     device: str = "auto"  # auto, cpu, cuda
     precision: str = "float32"  # float32, tf32, bf16
     graph: bool = True  # on a GPU, capture the step as a CUDA graph (gdeq.capture)
-    pretrain_steps: int = 0  # steps at the start as an unrolled, weight-tied network
-    pretrain_layers: int = 5  # depth of that network
-    ema: float = 0.0  # decay of the weight average that is evaluated; 0: no average
-    residual_weight: float = 0.0  # weight of the residual penalty, which draws f(z) to z
-    residual_every: int = 5  # steps from one residual penalty to the next
-    measure_every: int = 1  # steps from one measurement of the gradient's residual to the next
-    log_every: int = 10  # steps from one line of metrics to the next
-    test_every: int = 1  # epochs from one test to the next; the last one is always tested
-    checkpoint_seconds: float = 60.0  # time from one checkpoint to the next
-    timeout_seconds: float = 600.0  # a process of several that is silent so long counts as lost
-    snapshots: tuple[int, ...] = (1, 10, 20, 50)  # epochs whose weights are kept, for similarity
+    pretrain_steps: int = 0  # steps at the start in which the cell is unrolled, without a solver
+    pretrain_layers: int = 5  # evaluations of the cell in those steps
+    ema: float = 0.0  # decay of the averaged weights that are tested; 0: no averaging
+    residual_weight: float = 0.0  # weight of the residual penalty, which pulls f(z) towards z
+    residual_every: int = 5  # training steps from one residual penalty to the next
+    measure_every: int = 1  # training steps from one measured backward residual to the next
+    log_every: int = 10  # training steps from one line of metrics to the next
+    test_every: int = 1  # epochs from one test to the next; the last epoch is always tested
+    checkpoint_seconds: float = 60.0  # seconds from one checkpoint to the next
+    timeout_seconds: float = 600.0  # a process of several that is silent for so long is lost
+    snapshots: tuple[int, ...] = (1, 10, 20, 50)  # epochs whose weights are kept (gdeq similarity)
     solver: SolverConfig = field(default_factory=SolverConfig)
     gradient: GradientConfig = field(default_factory=GradientConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
