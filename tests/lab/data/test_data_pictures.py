@@ -11,8 +11,17 @@ from PIL import Image
 from gdeq.lab.data import DataError, prepare
 from gdeq.lab.data import bsd as module
 from gdeq.lab.data.bsd import BSD, KERNELS, pack, read_kernels, unpack
-from gdeq.lab.data.pictures import PatchBatches, WholeBatches, pictures_of, read_folder
+from gdeq.lab.data.pictures import (
+    PatchBatches,
+    WholeBatches,
+    held_out,
+    pictures_of,
+    read_folder,
+)
 from gdeq.lab.data.sets import SETS
+from gdeq.lab.tasks.imaging import Imaging
+from gdeq.lab.training import config as configs
+from gdeq.lab.training.process import Process
 
 REAL = Path(__file__).resolve().parents[3] / "data"
 NAMES = {"Train400": ("a.png", "b.png"), "BSD68": ("c.png",), "Set12": ("d.png", "e.png")}
@@ -69,6 +78,15 @@ def test_pictures_are_fetched_one_by_one(folder, tmp_path, serve, monkeypatch):
     assert ("downloading pictures", 5, 5) in told
 
 
+def test_a_part_of_the_training_pictures_can_be_the_test(folder, tmp_path):
+    prepare("bsd", tmp_path / "data", folder)
+    config = configs.load("denoise", ["test=validation", "shrunk=[]"])
+    task = Imaging(config, Process(torch.device("cpu")), tmp_path / "data")
+    assert [len(task.train), len(task.test)] == [1, 1]
+    assert np.array_equal(task.test[0], image(20, 30, 0))
+    assert np.array_equal(task.train[0], image(21, 30, 0))
+
+
 def test_a_changed_picture_is_refused(folder, tmp_path):
     Image.fromarray(image(20, 30, 9)).save(folder / "BSD68" / "c.png")
     with pytest.raises(DataError, match="BSD68 has MD5"):
@@ -82,6 +100,14 @@ def test_packed_pictures_are_the_same():
     assert all(np.array_equal(found[n], images[n]) for n in range(2))
     with pytest.raises(DataError, match="not as many pixels"):
         unpack(pack(images)[:-1])
+
+
+def test_some_pictures_are_held_out():
+    images = [image(3, 5, number) for number in range(7)]
+    train, held = held_out(pictures_of(images), every=3)
+    assert [len(train), len(held)] == [4, 3]
+    assert all(np.array_equal(held[n], images[3 * n]) for n in range(3))
+    assert all(np.array_equal(train[n], images[m]) for n, m in enumerate((1, 2, 4, 5)))
 
 
 def test_a_folder_without_pictures_is_named(tmp_path):

@@ -57,6 +57,14 @@ def with_shrunk(pictures: Pictures, scales: Sequence[float]) -> Pictures:
     return pictures_of([*images, *(_shrunk(image, s) for s in scales for image in images)])
 
 
+def held_out(pictures: Pictures, every: int = 20) -> tuple[Pictures, Pictures]:
+    """All but one of so many, and those: to train on, and to choose by."""
+    kept: tuple[list[Pixels], list[Pixels]] = [], []
+    for number in range(len(pictures)):
+        kept[number % every == 0].append(pictures[number])
+    return pictures_of(kept[0]), pictures_of(kept[1])
+
+
 def _shrunk(image: Pixels, scale: float) -> Pixels:  # (h, w)
     size = [max(1, round(scale * length)) for length in image.shape]
     given = torch.from_numpy(image)[None, None].float()

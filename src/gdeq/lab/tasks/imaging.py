@@ -18,6 +18,7 @@ from gdeq.lab.data.pictures import (
     PatchBatches,
     Pictures,
     WholeBatches,
+    held_out,
     photos,
     pictures_of,
     read_folder,
@@ -56,7 +57,7 @@ class ImagingConfig(Config):
     """One training of a restorer."""
 
     data: str = "bsd"  # bsd (`gdeq data bsd`), photos (two of scikit-learn), or a folder
-    test: str = "bsd68"  # bsd68, set12; if data is a folder: a folder in it
+    test: str = "bsd68"  # bsd68, set12, validation (of BSD400); if data is a folder: one in it
     kind: str = "denoise"  # denoise, deblur, frequencies
     noise: tuple[float, ...] = (25.0, 25.0)  # standard deviation in grey levels: least, most
     kernels: str = "levin"  # deblur: levin (eight, `gdeq data bsd`), gaussian (one)
@@ -190,7 +191,9 @@ class Imaging(Task[ImagingConfig]):
             kernels = [gaussian()]
         if config.data == "bsd":
             assert pools is not None
-            check_choice(config, "test", ("bsd68", "set12"))
+            check_choice(config, "test", ("bsd68", "set12", "validation"))
+            if config.test == "validation":
+                return *held_out(pools.train), kernels
             return pools.train, getattr(pools, config.test), kernels
         if config.data == "photos":
             temple, flower = (photos()[number] for number in range(2))
