@@ -181,7 +181,7 @@ def evaluate(bench: Bench, most: int, report: Report) -> list[dict[str, Any]]:
     trainer, rows = bench.trainer, []
     model: Any = trainer.evaluated.eval()
     once = steps_of(trainer)
-    for name in ("set12", "bsd68"):
+    for name in ("bsd68", "set12"):
         config: Any = configs.replace(trainer.config, test=name)
         trainer.task = Imaging(config, trainer.process, bench.root)
         for steps in (once, 10 * once):

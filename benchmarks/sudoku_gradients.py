@@ -176,6 +176,29 @@ def judged(trainer: Trainer, grids: Grids) -> dict[str, float]:
     }
 
 
+def trained(bench: Bench, row: str, args: Any, sets: dict[str, Grids]) -> Iterator[dict[str, Any]]:
+    """One row: what each seed comes to."""
+    trainer = bench.trainer
+    with precision(trainer.config, trainer.process.device):
+        bench.take_up(ROWS[row])
+        pace = bench.pace(min(1.0, args.seconds / 8))
+        total = args.train_steps or max(10, round(args.seconds / pace))
+        peak = torch.cuda.max_memory_allocated() / 2**30 if bench.gpus else float("nan")
+        for seed in range(args.seed, args.seed + args.seeds):
+            told = bench.train(seed, total)
+            told = {"row": row, "seed": seed, "ms": 1e3 * pace, "GiB": peak, **told}
+            # As it is, without compiling for other sizes.
+            with torch.compiler.set_stance("force_eager"):
+                trainer.model.eval()
+                trainer.set_phase(trainer.total)
+                for name, grids in sets.items():
+                    for each in solved_by_steps(trainer, grids, args.steps, 1, seed):
+                        told[f"solved {name}, {each['steps']}"] = each["solved"]
+                with torch.autocast(trainer.process.device.type, enabled=False):
+                    told |= judged(trainer, sets["more"])
+            yield told
+
+
 def summary(found: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Mean and spread over the seeds."""
     for row in dict.fromkeys(each["row"] for each in found):
@@ -210,7 +233,7 @@ def main() -> None:
         args.set = [*QUICK, *args.set]
     report = Report("sudoku_gradients", args)
     bench = Bench([*args.set, f"device={args.device}"], args.device, args.data)
-    task, trainer = bench.trainer.task, bench.trainer
+    task = bench.trainer.task
     assert isinstance(task, Puzzles)
     pool = task.pools()["validation"]
     sets = {
@@ -224,27 +247,14 @@ def main() -> None:
         if began - report.started + last > args.within:
             report(f"no time is left for {row}")
             continue
-        with precision(trainer.config, trainer.process.device):
-            bench.take_up(ROWS[row])
-            pace = bench.pace(min(1.0, args.seconds / 8))
-            total = args.train_steps or max(10, round(args.seconds / pace))
-            peak = torch.cuda.max_memory_allocated() / 2**30 if bench.gpus else float("nan")
-            for seed in range(args.seed, args.seed + args.seeds):
-                told = bench.train(seed, total)
-                told = {"row": row, "seed": seed, "ms": 1e3 * pace, "GiB": peak, **told}
-                # As it is, without compiling for other sizes.
-                with torch.compiler.set_stance("force_eager"):
-                    trainer.model.eval()
-                    trainer.set_phase(trainer.total)
-                    for name, grids in sets.items():
-                        for each in solved_by_steps(trainer, grids, args.steps, 1, seed):
-                            told[f"solved {name}, {each['steps']}"] = each["solved"]
-                    with torch.autocast(trainer.process.device.type, enabled=False):
-                        told |= judged(trainer, sets["more"])
+        try:
+            for told in trained(bench, row, args, sets):
                 found.append(told)
                 report(" ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}"
                                 for k, v in told.items()))  # fmt: skip
                 report.csv(found)  # at once: a run that is cut short keeps what it has
+        except Exception as problem:
+            report(f"{row} failed, the others go on: {problem!r}")
         last = time.perf_counter() - began
     report.table(list(summary(found)))
     report.close()
