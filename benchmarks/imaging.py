@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import gdeq
 from common import COLORS, Report, parser, peak_memory, pyplot, synchronize
+from gdeq.context import eager
 from gdeq.lab.tasks.imaging import Imaging
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import runs
@@ -33,7 +34,6 @@ from gdeq.lab.training.optimization import build_optimizer, learning_rate, set_r
 from gdeq.lab.training.precision import precision
 from gdeq.lab.training.process import Process
 from gdeq.models.proximal import psnr
-from gdeq.tracing import eager
 
 TIMES = (0, 1, 2, 5, 10)  # of the training's steps
 

@@ -11,7 +11,7 @@ import gdeq
 import gdeq.layer
 from cells import F64, Cell, assert_same, data, every_gradient
 from gdeq import Broyden, ConvergenceWarning, CoupledSamplesWarning, UnsteadyCellWarning
-from gdeq.tracing import blind, values_are_there
+from gdeq.context import blind, values_are_there
 
 D = 16
 FEW = Broyden(max_iter=3, tol=1e-3)

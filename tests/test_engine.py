@@ -12,8 +12,8 @@ import gdeq
 from cells import SOLVER, Cell, data
 from engines import skip_where_kernels_do_not_run
 from gdeq import engine
+from gdeq.context import hidden, host_may_look
 from gdeq.engine import REFERENCE, Reference, power_of_two
-from gdeq.tracing import hidden, host_may_look
 
 
 def test_which_engine_is_chosen(device):

@@ -4,13 +4,13 @@ from typing import Any
 
 import gdeq._command  # noqa: F401 (first: torch takes a second)
 from gdeq.checks import ConvergenceWarning, CoupledSamplesWarning, UnsteadyCellWarning
+from gdeq.context import hold
 from gdeq.export import fixed_steps
 from gdeq.fixed_point import fixed_point, solve, trajectory
 from gdeq.gradients import GDEQ, JFB, NPG, Gradient, Implicit, Measured, Unrolled
 from gdeq.holding import (
     VariationalDropout,
     apply_norm,
-    hold,
     remove_norm,
     spectral_norm,
     weight_norm,

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gdeq.context import blind, row_by_row, without_values
 from gdeq.engine import Adjoint, Engine, Found
 from gdeq.gradients import Gradient, Implicit
 from gdeq.state import State, StateMap, StateSpace, full_precision
-from gdeq.tracing import blind, row_by_row, without_values
 
 THIRD = (
     "gdeq: a fixed point has first and second derivatives only; gdeq.Unrolled() and JFB(), "

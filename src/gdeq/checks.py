@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gdeq.context import eager
 from gdeq.operators import safe_norms
 from gdeq.state import State, StateMap
-from gdeq.tracing import eager
 
 
 class UnsteadyCellWarning(UserWarning):

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from gdeq import loop
+from gdeq.context import is_blind, is_traced, together
 from gdeq.gradients import Gradient
 from gdeq.operators import StateInverse, relative, safe_norms
 from gdeq.options import describe
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Solver, System
 from gdeq.state import State, StateMap, StateSpace, Vectorized, full_precision
-from gdeq.tracing import is_blind, is_traced, together
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gdeq import functional
 from gdeq.adjoint import attach
+from gdeq.context import blind, is_transformed, uncompiled, without_values
 from gdeq.engine import REFERENCE, Engine, Found, choose
 from gdeq.gradients import DEFAULT, Gradient, Implicit, Unrolled
 from gdeq.loop import Measure
@@ -26,7 +27,6 @@ from gdeq.solvers.base import Point, Solver, System, check_solver
 from gdeq.solvers.broyden import Broyden
 from gdeq.solvers.picard import Picard
 from gdeq.state import State, StateMap, StateSpace, full_precision
-from gdeq.tracing import blind, is_transformed, uncompiled, without_values
 
 
 @uncompiled

@@ -14,6 +14,7 @@ what f closes over must be an input too: f is put on a tape.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from gdeq.adjoint import THIRD, check_second_order
+from gdeq.context import blind, row_by_row, transforms, without_values
 from gdeq.engine import REFERENCE, Found
 from gdeq.gradients import Gradient, Implicit, Unrolled
 from gdeq.loop import iterate
@@ -40,7 +42,6 @@ from gdeq.state import (
     detached,
     full_precision,
 )
-from gdeq.tracing import beneath, blind, constant, row_by_row, transforms, without_values
 
 UNSEEN = (
     "gdeq: f computes in a way that torch.func cannot follow: a torch.jit function, a vmap or grad "
@@ -116,6 +117,28 @@ def attached(
         use = given if further == order - 1 else below
         z = _Newton.apply(_Rule(f, gradient, solution, further), z, f(z, *use), *use)
     return z
+
+
+def beneath(leaf: Tensor, stack: list[Any] | None = None) -> Tensor:
+    """The same as a constant to the innermost transform of the stack that takes derivatives."""
+    stack = functorch.get_interpreter_stack() or [] if stack is None else stack
+    leaf = functorch.unwrap_if_dead(leaf)
+    if not stack:
+        return leaf
+    level, around = stack[-1].level(), stack[:-1]
+    if stack[-1].key().name != "Vmap":
+        return functorch._unwrap_for_grad(leaf, level)
+    if functorch.maybe_get_level(leaf) != level:
+        return beneath(leaf, around)
+    inner, at = functorch.get_unwrapped(leaf), functorch.maybe_get_bdim(leaf)
+    return functorch._add_batch_dim(beneath(inner, around), at, level)
+
+
+@contextlib.contextmanager
+def constant() -> Iterator[None]:
+    """What is computed here has no derivatives, in no mode."""
+    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+        yield
 
 
 class Tape(TorchFunctionMode):

@@ -5,109 +5,14 @@ f must be one function while its fixed point is sought.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-
-class _Open(threading.local):
-    """The holds that are open in this thread, the outermost first: a solve belongs to one."""
-
-    holds: tuple[_Hold, ...] = ()
-
-
-@dataclass
-class _Hold:
-    """What is kept while one `hold` is open."""
-
-    modules: frozenset[nn.Module] | None  # whose values; None: those of every module
-    owner: nn.Module | None = None
-    grad: bool = field(default_factory=torch.is_grad_enabled)
-    values: dict[tuple[Any, ...], _Value] = field(default_factory=dict)
-
-
-class _Value(NamedTuple):
-    value: Any
-    grad: bool  # made with autograd
-    made_of: tuple[Tensor, ...]  # kept alive: their ids are in the key
-
-
-_open = _Open()
-
-
-def held_module() -> nn.Module | None:
-    """The module whose solve is under way in this thread, if that is known."""
-    return _open.holds[-1].owner if _open.holds else None
-
-
-class Held(nn.Module):
-    """A module whose draw or derived value must stay the same during a solve.
-
-    Inside `hold` the value is made once, at its first use, and kept; outside it is made at every
-    use.  A subclass calls ``self.held(make)``.
-    """
-
-    def held(self, make: Callable[[], Any], *made_of: Tensor) -> Any:
-        """made_of: what ``make`` computes with; without it, it draws random numbers.
-
-        What is computed is kept for each ``made_of``, and made again where a graph is wanted.
-        """
-        holds = [each for each in _open.holds if each.modules is None or self in each.modules]
-        if not holds:
-            return make()
-        # The solve runs without autograd, but its values are used with it afterwards.
-        grad = torch.is_grad_enabled() or any(each.grad for each in holds)
-        values, key = holds[0].values, (self, *map(id, made_of))
-        if key not in values or (grad and made_of and not values[key].grad):
-            with torch.set_grad_enabled(grad):
-                values[key] = _Value(make(), grad, made_of)
-        return values[key].value
-
-
-@contextlib.contextmanager
-def hold(cell: object = None) -> Iterator[None]:
-    """Keep the dropout masks and normalised weights in ``cell`` fixed inside this context.
-
-    `DEQ` opens it around each call.  If you call `fixed_point` with an f of your own, open it
-    yourself.  If ``cell`` is not a module (a function, or None), every module that is used inside
-    is held.  In nested contexts the outermost one counts.  Other threads are not affected.
-
-    Examples:
-        >>> import torch, gdeq
-        >>> dropout = gdeq.VariationalDropout(0.5)
-        >>> with gdeq.hold(dropout):
-        ...     same = torch.equal(dropout(torch.ones(9, 9)), dropout(torch.ones(9, 9)))
-        >>> same
-        True
-    """
-    owner = getattr(cell, "__self__", cell)  # of a bound method, its module
-    if not isinstance(owner, nn.Module):
-        opened = _Hold(None)
-    else:
-        opened = _Hold(frozenset(m for m in owner.modules() if isinstance(m, Held)), owner)
-    with _opened(opened):
-        yield
-
-
-def hold_all(cell: object) -> contextlib.AbstractContextManager[None]:
-    """`hold` for every module that the solve of ``cell`` uses, its own or not."""
-    return _opened(_Hold(None, cell if isinstance(cell, nn.Module) else None))
-
-
-@contextlib.contextmanager
-def _opened(new: _Hold) -> Iterator[None]:
-    before = _open.holds
-    _open.holds = (*before, new)
-    try:
-        yield
-    finally:
-        _open.holds = before
+from gdeq.context import Held
 
 
 class VariationalDropout(Held):

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gdeq.context import anywhere, host_may_look, look_is_free
 from gdeq.operators import Inverse, norm, relative, safe_norms
 from gdeq.secants import Secants
 from gdeq.solution import Status
 from gdeq.solvers.base import Point, Solver, System, noise_level, select
 from gdeq.state import Vectorized
-from gdeq.tracing import anywhere, host_may_look, look_is_free
 
 LEAST_PART = 1e-5  # how large a part of a state counts at least, beside the whole
 

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from gdeq.context import look_is_free
 from gdeq.options import count
 from gdeq.state import State, StateSpace, full_precision
-from gdeq.tracing import look_is_free
 
 
 class Inverse(Protocol):

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gdeq.context import anywhere, host_may_look, look_is_free
 from gdeq.operators import Inverse, LowRankInverse, dot, norm, relative
 from gdeq.secants import Secants
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Point, change_seen, select
 from gdeq.state import Vectorized
-from gdeq.tracing import anywhere, host_may_look, look_is_free
 
 # Broyden's inverse is trusted where it makes v at most this many times as long: after a long solve
 # it can be too long by orders of magnitude.

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.utils import parametrize, remove_spectral_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from gdeq.holding import Held, VariationalDropout, once_per_solve, spectral_norm
+from gdeq.context import Held
+from gdeq.holding import VariationalDropout, once_per_solve, spectral_norm
 
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gdeq import second_order
 from gdeq.adjoint import Evaluation, Link
+from gdeq.context import held_module, host_may_look
 from gdeq.engine import (
     Adjoint,
     Found,
@@ -32,14 +33,12 @@ from gdeq.fast.layout import FastSpace, PartsMap
 from gdeq.fast.maps import FastMap
 from gdeq.fast.product import ProductInverse, Settled, Start
 from gdeq.gradients import GDEQ, JFB, Gradient
-from gdeq.holding import held_module
 from gdeq.loop import Iterates, judged_sizes
 from gdeq.operators import relative, safe_norms
 from gdeq.refinement import LONGEST, Refinement
 from gdeq.solution import Cotangent
 from gdeq.solvers.base import Solver, System
 from gdeq.state import State, StateMap, Vectorized, full_precision
-from gdeq.tracing import host_may_look
 
 __all__ = ["FAST", "FastEngine", "available"]
 

@@ -50,8 +50,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from gdeq.context import hidden
 from gdeq.fast import streams
-from gdeq.tracing import hidden
 
 # Not a context variable: the backward pass runs in a thread of its own.
 _recordings: list[Recording] = []

@@ -53,6 +53,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gdeq.context import host_may_look
 from gdeq.engine import runs_fast
 from gdeq.fast import graphs
 from gdeq.fast.eight_bits import Scales, in_full
@@ -63,7 +64,6 @@ from gdeq.secants import COUNT, Secants
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
-from gdeq.tracing import host_may_look
 
 MOST_DIFFERENCES = 16  # of Anderson's method, whose system one program holds in registers
 MOST_PARTS = 16  # tensors of a state that are judged one by one

@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gdeq.context import Held
 from gdeq.engine import faster
 from gdeq.gradients import DEFAULT, Gradient
-from gdeq.holding import Held, VariationalDropout, weight_norm
+from gdeq.holding import VariationalDropout, weight_norm
 from gdeq.layer import DEQ
 from gdeq.options import check_choice, check_flag, check_integer, check_real, options
 from gdeq.solvers.base import Solver

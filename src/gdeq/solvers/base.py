@@ -15,9 +15,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from gdeq.context import look_is_free
 from gdeq.operators import Inverse, norm
 from gdeq.options import check_choice, check_integer, check_real, describe, options
-from gdeq.tracing import look_is_free
 
 
 class Point(NamedTuple):

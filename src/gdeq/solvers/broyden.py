@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gdeq.context import host_may_look
 from gdeq.operators import Inverse, LowRankInverse, dot, norm, safe_norms
 from gdeq.options import check_integer, check_real, options
 from gdeq.solvers.base import Point, Solver, System, advance, change_seen, select
-from gdeq.tracing import host_may_look
 
 
 @dataclass

@@ -12,8 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.nn.functional import cross_entropy
 from training_runs import PER_EPOCH, TINY
 
+from gdeq.context import hold
 from gdeq.gradients import GDEQ, Unrolled
-from gdeq.holding import VariationalDropout, hold
+from gdeq.holding import VariationalDropout
 from gdeq.lab import report
 from gdeq.lab.report.runs import read_run
 from gdeq.lab.tasks import Metric

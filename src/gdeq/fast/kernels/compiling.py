@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gdeq.context import hidden
 from gdeq.fast.kernels.device import triton_is_there
-from gdeq.tracing import hidden
 
 THREADS = min(16, os.cpu_count() or 1)
 

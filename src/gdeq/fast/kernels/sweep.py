@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gdeq.context import host_may_look
 from gdeq.fast.eight_bits import BLOCK, Scales
 from gdeq.fast.kernels import state
 from gdeq.fast.kernels.chunks import (
@@ -36,7 +37,6 @@ from gdeq.fast.product import ProductInverse, Settled, Start, roundings, secants
 from gdeq.loop import flight_limit, judged_sizes, least_part
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import noise_level
-from gdeq.tracing import host_may_look
 
 # The best that was found on an H200.
 TILE = 2  # stored steps that a program reads at once

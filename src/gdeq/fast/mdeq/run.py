@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gdeq.context import hold
 from gdeq.engine import runs_fast
 from gdeq.fast.maps import FastMap
 from gdeq.fast.mdeq.as_built import (
@@ -28,7 +29,6 @@ from gdeq.fast.mdeq.cell import evaluate, zeros
 from gdeq.fast.mdeq.stem_and_head import prepare, run_head, run_stem
 from gdeq.fast.mdeq.weights import Prepared, Weights
 from gdeq.fast.streams import side_by_side
-from gdeq.holding import hold
 from gdeq.layer import DEQ
 from gdeq.models.mdeq import MDEQ, Head, MDEQCell, MDEQConfig, MultiscaleState, Stem
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gdeq import DEQ, Measured, Unrolled, hold, residual_penalty
+from gdeq.context import eager
 from gdeq.lab.files import LabError
 from gdeq.lab.tasks import registry
 from gdeq.lab.tasks.task import Task
@@ -47,7 +48,6 @@ from gdeq.lab.training.stopping import (
     unwritten,
 )
 from gdeq.options import count
-from gdeq.tracing import eager
 
 # A gradient without a VJP pays for the measurement with a fraction of an evaluation of f.
 SELDOM = 10

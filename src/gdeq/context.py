@@ -1,4 +1,4 @@
-"""What PyTorch does around a solve: record it, trace it, transform it, compile it."""
+"""What a solve runs in: work that is recorded, traced or compiled, and modules that hold still."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,23 @@ _hidden = [False]
 class _OfThread(threading.local):
     blind = False  # nobody looks at values
     groups: tuple[Any, ...] = ()  # of processes that evaluate f at the same time
+    holds: tuple[_Hold, ...] = ()  # that are open, the outermost first: a solve belongs to one
 
 
 _here = _OfThread()
+
+
+@contextlib.contextmanager
+def _while_open(name: str, value: object) -> Iterator[None]:
+    before = getattr(_here, name)
+    setattr(_here, name, value)
+    try:
+        yield
+    finally:
+        setattr(_here, name, before)
+
+
+# ---- whether values may be looked at
 
 
 def host_may_look(device: torch.device) -> bool:
@@ -45,7 +60,7 @@ def host_may_look(device: torch.device) -> bool:
 
 def look_is_free(device: torch.device) -> bool:
     """Whether the host may look and need not wait: on a CPU."""
-    return device.type == "cpu" and not _here.blind
+    return device.type == "cpu" and host_may_look(device)
 
 
 @contextlib.contextmanager
@@ -58,33 +73,22 @@ def hidden() -> Iterator[None]:
         _hidden.pop()
 
 
-@contextlib.contextmanager
-def blind(wanted: bool = True) -> Iterator[None]:
+def blind(wanted: bool = True) -> contextlib.AbstractContextManager[None]:
     """While this is open, nobody in this thread looks at values, on a CPU neither."""
-    before = _here.blind
-    _here.blind = wanted or before
-    try:
-        yield
-    finally:
-        _here.blind = before
+    return _while_open("blind", wanted or _here.blind)
 
 
 def is_blind() -> bool:
     return _here.blind
 
 
-@contextlib.contextmanager
-def together(groups: tuple[Any, ...]) -> Iterator[None]:
+def together(groups: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
     """While this is open, `anywhere` asks all members of these process groups.
 
     An f that is sharded over processes is evaluated by all of them at the same time, so all must
     make the same number of evaluations.
     """
-    before, _here.groups = _here.groups, groups
-    try:
-        yield
-    finally:
-        _here.groups = before
+    return _while_open("groups", groups)
 
 
 def anywhere(mask: Tensor) -> bool:
@@ -94,6 +98,9 @@ def anywhere(mask: Tensor) -> bool:
         found = found.int()
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group)
     return bool(found)
+
+
+# ---- how PyTorch traces and transforms
 
 
 def transforms() -> list[str]:
@@ -147,26 +154,7 @@ def values_are_there(leaves: Sequence[Tensor]) -> bool:
     return plain and not is_traced() and host_may_look(leaves[0].device)
 
 
-def beneath(leaf: Tensor, stack: list[Any] | None = None) -> Tensor:
-    """The same as a constant to the innermost transform of the stack that takes derivatives."""
-    stack = functorch.get_interpreter_stack() or [] if stack is None else stack
-    leaf = functorch.unwrap_if_dead(leaf)
-    if not stack:
-        return leaf
-    level, around = stack[-1].level(), stack[:-1]
-    if stack[-1].key().name != "Vmap":
-        return functorch._unwrap_for_grad(leaf, level)
-    if functorch.maybe_get_level(leaf) != level:
-        return beneath(leaf, around)
-    inner, at = functorch.get_unwrapped(leaf), functorch.maybe_get_bdim(leaf)
-    return functorch._add_batch_dim(beneath(inner, around), at, level)
-
-
-@contextlib.contextmanager
-def constant() -> Iterator[None]:
-    """What is computed here has no derivatives, in no mode."""
-    with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
-        yield
+# ---- what is not compiled
 
 
 def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
@@ -204,3 +192,81 @@ def eager() -> contextlib.AbstractContextManager[Any]:
         stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
         return stance
     return contextlib.nullcontext()
+
+
+# ---- what holds still during a solve
+
+
+@dataclass
+class _Hold:
+    """What is kept while one `hold` is open."""
+
+    modules: frozenset[nn.Module] | None  # whose values; None: those of every module
+    owner: nn.Module | None = None
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    values: dict[tuple[Any, ...], _Value] = field(default_factory=dict)
+
+
+class _Value(NamedTuple):
+    value: Any
+    grad: bool  # made with autograd
+    made_of: tuple[Tensor, ...]  # kept alive: their ids are in the key
+
+
+def held_module() -> nn.Module | None:
+    """The module whose solve is under way in this thread, if that is known."""
+    return _here.holds[-1].owner if _here.holds else None
+
+
+class Held(nn.Module):
+    """A module whose draw or derived value must stay the same during a solve.
+
+    Inside `hold` the value is made once, at its first use, and kept; outside it is made at every
+    use.  A subclass calls ``self.held(make)``.
+    """
+
+    def held(self, make: Callable[[], Any], *made_of: Tensor) -> Any:
+        """made_of: what ``make`` computes with; without it, it draws random numbers.
+
+        What is computed is kept for each ``made_of``, and made again where a graph is wanted.
+        """
+        holds = [each for each in _here.holds if each.modules is None or self in each.modules]
+        if not holds:
+            return make()
+        # The solve runs without autograd, but its values are used with it afterwards.
+        grad = torch.is_grad_enabled() or any(each.grad for each in holds)
+        values, key = holds[0].values, (self, *map(id, made_of))
+        if key not in values or (grad and made_of and not values[key].grad):
+            with torch.set_grad_enabled(grad):
+                values[key] = _Value(make(), grad, made_of)
+        return values[key].value
+
+
+@contextlib.contextmanager
+def hold(cell: object = None) -> Iterator[None]:
+    """Keep the dropout masks and normalised weights in ``cell`` fixed inside this context.
+
+    `DEQ` opens it around each call.  If you call `fixed_point` with an f of your own, open it
+    yourself.  If ``cell`` is not a module (a function, or None), every module that is used inside
+    is held.  In nested contexts the outermost one counts.  Other threads are not affected.
+
+    Examples:
+        >>> import torch, gdeq
+        >>> dropout = gdeq.VariationalDropout(0.5)
+        >>> with gdeq.hold(dropout):
+        ...     same = torch.equal(dropout(torch.ones(9, 9)), dropout(torch.ones(9, 9)))
+        >>> same
+        True
+    """
+    owner = getattr(cell, "__self__", cell)  # of a bound method, its module
+    new = _Hold(None)
+    if isinstance(owner, nn.Module):
+        new = _Hold(frozenset(m for m in owner.modules() if isinstance(m, Held)), owner)
+    with _while_open("holds", (*_here.holds, new)):
+        yield
+
+
+def hold_all(cell: object) -> contextlib.AbstractContextManager[None]:
+    """`hold` for every module that the solve of ``cell`` uses, its own or not."""
+    new = _Hold(None, cell if isinstance(cell, nn.Module) else None)
+    return _while_open("holds", (*_here.holds, new))
