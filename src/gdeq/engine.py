@@ -1,8 +1,21 @@
-"""The seam: an engine finds fixed points and solves their adjoint equations.
+"""The seam: an engine finds fixed points, solves their adjoint equations, and is chosen here.
 
 The map, the solver and the gradient say what is computed; an engine says how.  `Reference` runs the
 solvers' own code, and `gdeq.fast` makes fewer passes over memory where it can.  States cross this
 seam as the user's tensors.
+
+In autograd a fixed point is two nodes around one evaluation of f at it:
+
+    z* --> [input] --> f --> [output] --> z* again, now with gradients
+
+In the backward pass the output node turns v = ∂ℓ/∂z* into w (`gdeq.gradients`) and hands w to that
+evaluation of f, from where PyTorch takes it to everything that f closes over.  The same pass brings
+Jᵀw to the input node, and with it the residual of the adjoint equation,
+
+    r = v − w + Jᵀw = v − (I − Jᵀ)w,
+
+so that the error of the gradient is measured at no extra cost.  A w that needs no product with J
+(JFB, plain GDEQ) needs no input node.
 """
 
 from __future__ import annotations
@@ -12,20 +25,27 @@ import importlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from gdeq import loop
-from gdeq.context import is_blind, is_traced, together
-from gdeq.gradients import Gradient
+from gdeq.context import blind, is_blind, is_traced, row_by_row, together, without_values
+from gdeq.gradients import Gradient, Implicit
 from gdeq.operators import StateInverse, relative, safe_norms
 from gdeq.options import describe
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Solver, System
 from gdeq.state import State, StateMap, StateSpace, Vectorized, full_precision
+
+THIRD = (
+    "gdeq: a fixed point has first and second derivatives only; gdeq.Unrolled() and JFB(), "
+    "which are approximate, have all"
+)
+
+# ---- what crosses the seam
 
 
 @dataclass
@@ -37,7 +57,7 @@ class Found:
     vector: Any = None  # (batch, d) z, where it has more digits than the user's tensors
     inside: Tensor | None = None  # (batch, 1) where f can be given z; None: everywhere
     output: list[Tensor] | None = None  # the tensors of z for the user, if they need no copy
-    evaluation: Any = None  # `gdeq.adjoint.Evaluation` at z, if it was made during the solve
+    evaluation: Evaluation | None = None  # of f at z, if it was made during the solve
 
 
 class TensorVJP(Protocol):
@@ -78,6 +98,9 @@ class Engine(Protocol):
         self, gradient: Gradient, v: Sequence[Tensor], vjp: TensorVJP, found: Found
     ) -> Adjoint:
         """What the gradient makes of v = ∂ℓ/∂z."""
+
+
+# ---- the reference engine
 
 
 @dataclass
@@ -168,6 +191,39 @@ class Reference:
         return safe_norms(v - w + product)[0]
 
 
+def wants_secants(gradient: Gradient | None, precision: float) -> bool:
+    """Whether a solve keeps its last secants; in half precision they are mostly rounding."""
+    wanted = gradient is not None and gradient.needs.secants
+    return wanted and precision < torch.finfo(torch.float16).eps
+
+
+def power_of_two(size: Tensor) -> Tensor:  # (batch,) -> (batch,)
+    """Of about this size, and such that its inverse is a normal number too."""
+    size = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
+    most = math.frexp(torch.finfo(size.dtype).max)[1] - 2
+    # One below the exponent: 2¹²⁸ is not a float32.
+    exponent = (size.frexp().exponent - 1).clamp(-most, most)
+    return torch.ldexp(torch.ones_like(size), exponent)
+
+
+def _tensors(
+    w: Tensor,  # (batch, d)
+    vjp: TensorVJP,
+    found: Found,
+    unit: Tensor | None = None,  # (batch,)
+) -> list[Tensor]:
+    """A cotangent of f(z) in the user's tensors; zero where f could not be given z."""
+    w = w if found.inside is None else torch.where(found.inside, w, 0.0)
+    return found.space.split(w, vjp.dtypes, factor=unit)
+
+
+def _no_vjp(u: Tensor) -> Tensor:
+    raise RuntimeError("this gradient method asked for a VJP although its needs.vjp is False")
+
+
+# ---- the choice
+
+
 class Together(Reference):
     """For a cell that is sharded over processes: they evaluate f together, equally often."""
 
@@ -256,31 +312,209 @@ def use(engine: str | Engine) -> Iterator[None]:
         _choice.pop()
 
 
-def wants_secants(gradient: Gradient | None, precision: float) -> bool:
-    """Whether a solve keeps its last secants; in half precision they are mostly rounding."""
-    wanted = gradient is not None and gradient.needs.secants
-    return wanted and precision < torch.finfo(torch.float16).eps
+# ---- the nodes around one evaluation of f
 
 
-def power_of_two(size: Tensor) -> Tensor:  # (batch,) -> (batch,)
-    """Of about this size, and such that its inverse is a normal number too."""
-    size = torch.where((size > 0) & torch.isfinite(size), size, 1.0)
-    most = math.frexp(torch.finfo(size.dtype).max)[1] - 2
-    # One below the exponent: 2¹²⁸ is not a float32.
-    exponent = (size.frexp().exponent - 1).clamp(-most, most)
-    return torch.ldexp(torch.ones_like(size), exponent)
+@dataclass
+class Link:
+    """What the nodes around one evaluation of f share.  Holds no z with a graph: a cycle."""
+
+    gradient: Gradient
+    engine: Engine
+    found: Found = field(init=False)
+    of_pass: int = -1  # the backward pass that `adjoint` belongs to
+    adjoint: Adjoint | None = None  # what that pass made of v, until Jᵀw arrives
+
+    def cotangents(self, v: list[Tensor], vjp: Product) -> list[Tensor]:
+        """What the output node makes of ∂ℓ/∂z: w, in the tensors of f(z)."""
+        # Without VJPs w may be differentiated as it is made, if autograd is on.
+        unseen = without_values(v)
+        with blind(unseen), torch.no_grad() if vjp.usable else contextlib.nullcontext():
+            made = self.engine.adjoint(self.gradient, v, vjp, self.found)
+        if unseen:
+            return made.w
+        self.found.solution.record.write(self.gradient, made.report)
+        if vjp.usable:
+            self.of_pass, self.adjoint = this_pass(), made
+            # A pass that was asked for some gradients alone may never come to the input node.
+            torch.autograd.Variable._execution_engine.queue_callback(self.forget)
+        return made.w
+
+    def input_gradients(self, products: Sequence[Tensor]) -> list[Tensor | None]:
+        """What the input node makes of Jᵀw.  z* does not depend on z0, so nothing is passed on."""
+        if (made := self.awaiting) is not None:
+            self.forget()
+            if not without_values(products):
+                record = self.found.solution.record
+                with torch.no_grad():  # a record with a graph would keep this node, and itself
+                    record.measured(made.residual(products))
+                    if record.length is None:  # the weight of what was just measured
+                        record.length = made.length()
+        return [None for _ in products]
+
+    @property
+    def awaiting(self) -> Adjoint | None:
+        """What this pass made of v, if its Jᵀw has not arrived yet."""
+        return self.adjoint if self.of_pass == this_pass() else None
+
+    def forget(self) -> None:
+        self.adjoint = None
 
 
-def _tensors(
-    w: Tensor,  # (batch, d)
-    vjp: TensorVJP,
-    found: Found,
-    unit: Tensor | None = None,  # (batch,)
-) -> list[Tensor]:
-    """A cotangent of f(z) in the user's tensors; zero where f could not be given z."""
-    w = w if found.inside is None else torch.where(found.inside, w, 0.0)
-    return found.space.split(w, vjp.dtypes, factor=unit)
+@dataclass
+class Evaluation:
+    """f, evaluated with autograd at the solution, between the nodes."""
+
+    f: StateMap
+    link: Link
+    z_in: list[Tensor] = field(default_factory=list)
+    out: list[Tensor] = field(default_factory=list)
+
+    def at(self, z: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of f(z) for those of z."""
+        # Autocast would use its copies of weights from the solve, which have no gradients.
+        torch.clear_autocast_cache()
+        with torch.enable_grad():
+            if self.link.gradient.needs.vjp:
+                token = torch.zeros((), device=self.f.space.device, requires_grad=True)
+                z = self.z_in = list(_Input.apply(token, self.link, *z))
+            self.out = self.f.leaves(z)
+        return self.out
+
+    def attach(self, found: Found) -> State:
+        """The solution's z, with gradients to all that f closes over."""
+        solution, space = found.solution, found.space
+        if not any(leaf.requires_grad for leaf in self.out):
+            return solution.z  # f is a constant: nothing to differentiate
+        # The graph outlives the step that made it, so it holds nothing that it does not use.
+        gradient = self.link.gradient
+        if not gradient.needs.inverse or solution.secants is not None:
+            solution = replace(solution, inverse=None)
+        self.link.found = Found(solution, space, inside=found.inside)
+        given = found.output
+        if given is None:
+            given = space.copies(space.leaves(found.solution.z, "z", cast=False))
+        with torch.enable_grad():
+            made = _Output.apply(self.link, space, given, *self.out, *self.z_in)
+        return space.state(made)
 
 
-def _no_vjp(u: Tensor) -> Tensor:
-    raise RuntimeError("this gradient method asked for a VJP although its needs.vjp is False")
+def attach(f: StateMap, found: Found, gradient: Gradient) -> State:
+    """z of the solution with gradients to all that f closes over, by one more evaluation of f."""
+    evaluation = found.evaluation
+    with full_precision(found.space.device):
+        if evaluation is None:
+            evaluation = Evaluation(f, Link(gradient, found.solution.engine))
+            evaluation.at(found.space.leaves(found.solution.z, "z", cast=False))
+        return evaluation.attach(found)
+
+
+class _Input(torch.autograd.Function):
+    """z as f sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, link: Link, *z: Tensor) -> tuple[Tensor, ...]:
+        ctx.link = link
+        # As .data: PyTorch has an error of its own for changes of a Function's views in place, and
+        # `StateMap.leaves` has a clearer one.
+        return tuple(leaf.data for leaf in z)
+
+    @staticmethod
+    def backward(ctx: Any, *products: Tensor) -> tuple[Tensor | None, ...]:
+        with full_precision(products[0].device):
+            return None, None, *ctx.link.input_gradients(products)
+
+
+class _Output(torch.autograd.Function):
+    """z* as a function of the tensors of f(z*) and, where w needs products with J, of those of z.
+
+    Only their graph is used, not their values.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, link: Link, space: StateSpace, z: list[Tensor], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.link, ctx.space = link, space
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = [leaf.dtype for leaf in tensors[: len(z)]]
+        if len(tensors) > len(z):
+            ctx.save_for_backward(*tensors)
+        return tuple(z)
+
+    @staticmethod
+    def backward(ctx: Any, *arrived: Tensor | None) -> tuple[Any, ...]:
+        count, tensors, space = len(arrived), ctx.saved_tensors, ctx.space
+        if all(leaf is None for leaf in arrived):  # a pass that ended at the input node before this
+            return None, None, None, *(None for _ in tensors or arrived)
+        if torch.is_grad_enabled():  # the caller asked for create_graph=True
+            check_second_order(ctx.link.gradient)
+        v = [  # a loss need not use all of the state
+            torch.zeros(shape, dtype=dtype, device=space.device) if leaf is None else leaf
+            for leaf, shape, dtype in zip(arrived, space.shapes, space.dtypes, strict=True)
+        ]
+        vjp = Product(ctx.dtypes, tensors[:count], tensors[count:])
+        with full_precision(space.device):
+            w = row_by_row(lambda v: ctx.link.cotangents(v, vjp), v)
+        return None, None, None, *w, *(None for _ in tensors[count:])
+
+
+# Why PyTorch refused a product with Jᵀ, by what its error says.
+NO_PRODUCTS = {
+    "use_reentrant=True": (
+        "f uses reentrant checkpointing, through which PyTorch computes no VJPs: call "
+        "checkpoint(..., use_reentrant=False)"
+    ),
+    "donated buffers": (
+        "torch.compile has compiled f for one backward pass per call, and this gradient needs "
+        "VJPs besides: set torch._functorch.config.donated_buffer = False before the first call"
+    ),
+}
+
+
+class Product:
+    """u ↦ Jᵀu (`gdeq.engine.TensorVJP`); with a graph where autograd is on."""
+
+    def __init__(
+        self, dtypes: list[torch.dtype], out: Sequence[Tensor], z_in: Sequence[Tensor]
+    ) -> None:
+        self.dtypes, self.out, self.z_in = dtypes, out, z_in
+        self.usable = bool(z_in)
+
+    def __call__(self, u: Sequence[Tensor]) -> list[Tensor]:
+        roots = [(leaf, part) for leaf, part in zip(self.out, u, strict=True) if leaf.requires_grad]
+        try:
+            found = torch.autograd.grad(
+                [leaf for leaf, _ in roots],
+                self.z_in,
+                [part for _, part in roots],
+                retain_graph=True,
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
+        except RuntimeError as problem:
+            for sign, remedy in NO_PRODUCTS.items():
+                if sign in str(problem):
+                    raise RuntimeError(remedy) from problem
+            raise
+        pairs = zip(found, self.z_in, strict=True)  # f may ignore z
+        return [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]
+
+
+def this_pass() -> int:
+    """Which backward pass is under way."""
+    return torch._C._current_graph_task_id()
+
+
+def check_second_order(gradient: Gradient) -> None:
+    if gradient.second_order:
+        return
+    if isinstance(gradient, Implicit):
+        raise RuntimeError(
+            "this Implicit was made with double_backward=False; use gdeq.Implicit() for second "
+            "derivatives"
+        )
+    raise RuntimeError(
+        f"{type(gradient).__name__} is an approximate gradient without a derivative of its own; "
+        "for create_graph=True (double backward) use gdeq.Implicit(), JFB() or Unrolled()"
+    )

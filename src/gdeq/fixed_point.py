@@ -1,6 +1,6 @@
 """`fixed_point` and `solve`: find z = f(z), with gradients or without.
 
-Choose an engine, solve without autograd, attach gradients (`gdeq.adjoint`).
+Choose an engine, solve without autograd, attach gradients (`gdeq.engine`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from gdeq import functional
-from gdeq.adjoint import attach
 from gdeq.context import blind, is_transformed, uncompiled, without_values
-from gdeq.engine import REFERENCE, Engine, Found, choose
+from gdeq.engine import REFERENCE, Engine, Found, attach, choose
 from gdeq.gradients import DEFAULT, Gradient, Implicit, Unrolled
 from gdeq.loop import Measure
 from gdeq.options import count_of, describe

@@ -26,9 +26,8 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from gdeq.adjoint import THIRD, check_second_order
 from gdeq.context import blind, row_by_row, transforms, without_values
-from gdeq.engine import REFERENCE, Found
+from gdeq.engine import REFERENCE, THIRD, Found, check_second_order
 from gdeq.gradients import Gradient, Implicit, Unrolled
 from gdeq.loop import iterate
 from gdeq.solution import BackwardRecord, Solution

@@ -5,7 +5,7 @@ Differentiating z* = f(z*, θ) gives ∂ℓ/∂θ = (∂f/∂θ)ᵀ w with
     (I − J)ᵀ w = v,        J = ∂f/∂z at z*.                                    (paper, Eq. 2)
 
 A gradient method is an object whose `cotangent` returns w.  What follows from w, the pass through f
-to the parameters, is the same for all (`gdeq.adjoint`).  All vectors here are ``(batch, d)``.
+to the parameters, is the same for all (`gdeq.engine`).  All vectors here are ``(batch, d)``.
 
 The residual of w is r = v − (I − Jᵀ)w: one product with Jᵀ measures it.
 """

@@ -2,7 +2,7 @@
 
 The gradient (∂f/∂θ)ᵀw depends on w and on z*, and both are fixed points that depend on θ.  A pass
 with create_graph=True attaches w as the fixed point of w = v + Jᵀw.  For z* there are the same two
-nodes around an evaluation of f of its own (`gdeq.adjoint`):
+nodes around an evaluation of f of its own (`gdeq.engine`):
 
     z* --> [input] --> f --> [output] --> [input] --> f --> [output] --> z*
 
@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gdeq.adjoint import THIRD, Evaluation, Link, Product, this_pass
-from gdeq.engine import Found, VectorAdjoint
+from gdeq.engine import THIRD, Evaluation, Found, Link, Product, VectorAdjoint, this_pass
 from gdeq.gradients import Gradient, Implicit
 from gdeq.solution import BackwardRecord
 from gdeq.state import State, StateMap, StateSpace, full_precision
@@ -34,7 +33,7 @@ def needed(gradient: Gradient) -> bool:
 
 
 def attach_twice(f: StateMap, found: Found, gradient: Implicit) -> State:
-    """`gdeq.adjoint.attach`, with second derivatives."""
+    """`gdeq.engine.attach`, with second derivatives."""
     first, engine = replace(gradient, double_backward=False), found.solution.engine
     # The user's record is that of the outer evaluation.
     unseen = replace(found.solution, record=BackwardRecord())

@@ -11,7 +11,7 @@ from torch import nn
 
 import gdeq
 from gdeq import DEQ, GDEQ, JFB, NPG, Anderson, Broyden, Implicit, Measured, Picard, Unrolled
-from gdeq.adjoint import Product
+from gdeq.engine import Product
 from gdeq.fast.maps import FastMap
 from gdeq.fixed_point import find
 from gdeq.solution import Cotangent, Status

@@ -325,7 +325,7 @@ def test_a_layer_s_gradients_are_those_of_the_rows(kind, times, monkeypatch):
 
 
 def test_nothing_is_kept_where_the_pass_does_not_come_to_z(monkeypatch):
-    forgotten, forget = [], gdeq.adjoint.Link.forget
+    forgotten, forget = [], gdeq.engine.Link.forget
 
     def noted(link):
         forgotten.append(link.adjoint is not None)
@@ -337,7 +337,7 @@ def test_nothing_is_kept_where_the_pass_does_not_come_to_z(monkeypatch):
             image, row = super().forward(z, x)
             return image, row + self.b.bias
 
-    monkeypatch.setattr(gdeq.adjoint.Link, "forget", noted)
+    monkeypatch.setattr(gdeq.engine.Link, "forget", noted)
     of = lambda cell: [cell.b.bias]  # noqa: E731
     _, record, made = backward(Apart(), JFB(refine=1), monkeypatch, of=of)
     assert made

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from gdeq import second_order
-from gdeq.adjoint import Evaluation, Link
 from gdeq.context import held_module, host_may_look
 from gdeq.engine import (
     Adjoint,
+    Evaluation,
     Found,
+    Link,
     Reference,
     TensorVJP,
     VectorAdjoint,
