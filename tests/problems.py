@@ -334,7 +334,7 @@ def secant_inverse(
     w: Tensor | None = None,  # (d,)
     image: Tensor | None = None,  # (d,)
 ) -> Tensor:  # (d, d)
-    """H ≈ (J − I)⁻¹ of the last ten secants, by the formula of `gdeq.secants`.
+    """H ≈ (J − I)⁻¹ of the last ten secants, by the formula of `gdeq.operators`.
 
     The ridge of each is 0.2, and more the further z has gone since, beside half its length.  Once
     image = (I − J)ᵀw is known, also the less the secant fits it, beside 0.02.

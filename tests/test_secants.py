@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gdeq
+from gdeq.operators import Secants
 from gdeq.refinement import Refinement, borne_out, least_combination, minus_identity, refine
-from gdeq.secants import Secants
 from gdeq.solvers.base import Point
 from problems import times
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gdeq.context import anywhere, host_may_look, look_is_free
-from gdeq.operators import Inverse, norm, relative, safe_norms
-from gdeq.secants import Secants
+from gdeq.operators import Inverse, Secants, norm, relative, safe_norms
 from gdeq.solution import Status
 from gdeq.solvers.base import Point, Solver, System, noise_level, select
 from gdeq.state import Vectorized

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from gdeq.context import anywhere, host_may_look, look_is_free
-from gdeq.operators import Inverse, LowRankInverse, dot, norm, relative
-from gdeq.secants import Secants
+from gdeq.operators import Inverse, LowRankInverse, Secants, dot, norm, relative
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Point, change_seen, select
 from gdeq.state import Vectorized
@@ -59,7 +58,7 @@ def minus_identity(x: Tensor) -> LowRankInverse:  # (batch, d)
 def first_step(v: Tensor, solution: Solution) -> tuple[Tensor, Inverse]:  # (batch, d)
     """The first estimate of w, and the estimate of (Jᵀ − I)⁻¹ that it is made with.
 
-    By the last secants of the solve (`gdeq.secants`).  Where f computes in half precision too much
+    By the last secants of the solve (`Secants`).  Where f computes in half precision too much
     of them is rounding, and none are kept: there it is by Broyden's inverse, for samples where that
     is plausible; for the others, and after a solver without one, by −I.
     """

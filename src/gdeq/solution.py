@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gdeq.operators import StateInverse
+from gdeq.operators import Secants, StateInverse
 from gdeq.options import count
-from gdeq.secants import Secants
 from gdeq.state import State
 
 

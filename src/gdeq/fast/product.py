@@ -59,8 +59,7 @@ from gdeq.fast import graphs
 from gdeq.fast.eight_bits import Scales, in_full
 from gdeq.fast.kernels.device import MOST_SAMPLES
 from gdeq.loop import Iterates
-from gdeq.operators import Inverse, norm, safe_norms
-from gdeq.secants import COUNT, Secants
+from gdeq.operators import COUNT, Inverse, Secants, norm, safe_norms
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
