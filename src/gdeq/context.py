@@ -83,12 +83,12 @@ def is_blind() -> bool:
 
 
 def together(groups: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
-    """While this is open, `anywhere` asks all members of these process groups.
+    """While this is open, `anywhere` asks all members of these process groups, if there are any.
 
     An f that is sharded over processes is evaluated by all of them at the same time, so all must
     make the same number of evaluations.
     """
-    return _while_open("groups", groups)
+    return _while_open("groups", groups or _here.groups)
 
 
 def anywhere(mask: Tensor) -> bool:

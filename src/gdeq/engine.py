@@ -130,13 +130,21 @@ class VectorAdjoint(Adjoint):
 
 
 class Reference:
-    """The solvers and gradients as they are written."""
+    """The solvers and gradients as they are written.
+
+    groups: of processes over which the cell is sharded: they evaluate f together, equally often.
+    """
+
+    groups: tuple[Any, ...] = ()
+
+    def __init__(self, groups: tuple[Any, ...] = ()) -> None:
+        self.groups = groups
 
     def solve(self, f: StateMap, z0: State, solver: Solver, gradient: Gradient | None) -> Found:
         space = f.space
         system = System(f.precision, space.sizes)
         keep = wants_secants(gradient, system.precision)
-        with torch.no_grad(), full_precision(space.device):
+        with torch.no_grad(), full_precision(space.device), together(self.groups):
             found = loop.iterate(f, space.pack(z0).detach(), solver, system, keep)
             inside = f.inside(found.z)
         return Found(self.solution(found, space.unpack(found.z), f), space, found.z, inside)
@@ -176,7 +184,8 @@ class Reference:
         def product(u: Tensor) -> Tensor:  # (batch, d) -> (batch, d)
             return space.join(vjp(_tensors(u, vjp, found)))
 
-        report = gradient.cotangent(flat, product, found.solution)
+        with together(self.groups):
+            report = gradient.cotangent(flat, product, found.solution)
         if report.length is not None:
             report.length = report.length * unit
         w = _tensors(report.w, vjp, found, unit)
@@ -224,23 +233,6 @@ def _no_vjp(u: Tensor) -> Tensor:
 # ---- the choice
 
 
-class Together(Reference):
-    """For a cell that is sharded over processes: they evaluate f together, equally often."""
-
-    def __init__(self, groups: tuple[Any, ...]) -> None:
-        self.groups = groups
-
-    def solve(self, f: StateMap, z0: State, solver: Solver, gradient: Gradient | None) -> Found:
-        with together(self.groups):
-            return super().solve(f, z0, solver, gradient)
-
-    def adjoint(
-        self, gradient: Gradient, v: Sequence[Tensor], vjp: TensorVJP, found: Found
-    ) -> Adjoint:
-        with together(self.groups):
-            return super().adjoint(gradient, v, vjp, found)
-
-
 def _checked(engine: str | Engine, who: str) -> str | Engine:
     if isinstance(engine, str) and engine not in ("auto", "fast", "reference"):
         raise ValueError(f"{who} must be 'auto', 'fast' or 'reference', got {engine!r}")
@@ -259,7 +251,7 @@ def choose(f: StateMap) -> Engine:
     if not isinstance(chosen, str):
         return chosen
     if groups := getattr(f.f, "groups", ()):
-        return Together(groups)
+        return Reference(groups)
     if is_blind() or not runs_fast(f.space.device):
         return REFERENCE
     from gdeq.fast.engine import FAST  # noqa: PLC0415 (loaded where it is used)

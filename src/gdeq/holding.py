@@ -73,7 +73,7 @@ class VariationalDropout(Held):
         return f"p={self.p}, channelwise={self.channelwise}{shared}"
 
 
-class _WeightNorm(Held):
+class _WeightNorm(nn.Module):
     """weight = g · v / ‖v‖, the norm taken over all dimensions but ``dim``."""
 
     def __init__(self, dim: int) -> None:
@@ -81,7 +81,7 @@ class _WeightNorm(Held):
         self.dim = dim
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        return self.held(lambda: v * (g / torch.norm_except_dim(v, 2, self.dim)), g, v)
+        return v * (g / torch.norm_except_dim(v, 2, self.dim))
 
     def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         return torch.norm_except_dim(weight, 2, self.dim), weight
@@ -91,14 +91,8 @@ class _OncePerSolve(Held, parametrize.ParametrizationList):
     """PyTorch's parametrizations of one tensor, computed once per solve."""
 
     def forward(self) -> Tensor:
-        made: Tensor = self.held(super().forward, *self._originals())
+        made: Tensor = self.held(super().forward, *self.parameters(False), *self.buffers(False))
         return made
-
-    def _originals(self) -> list[Tensor]:
-        """What PyTorch keeps in place of the tensor: itself, or the parts it was split into."""
-        if self.is_tensor:
-            return [self.original]
-        return [getattr(self, f"original{i}") for i in range(self.ntensors)]
 
 
 class _Times(nn.Module):
@@ -127,6 +121,7 @@ def weight_norm(module: nn.Module, name: str = "weight", dim: int = 0) -> nn.Mod
     """
     _check_tensor(module, name)
     parametrize.register_parametrization(module, name, _WeightNorm(dim), unsafe=True)
+    once_per_solve(module, name)
     return module
 
 

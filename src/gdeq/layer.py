@@ -23,7 +23,7 @@ from gdeq.options import check_flag, check_names, describe
 from gdeq.solution import Solution, Status
 from gdeq.solvers.base import Solver, check_solver
 from gdeq.solvers.broyden import Broyden
-from gdeq.state import State, StateMap, StateSpace, copied
+from gdeq.state import State, StateMap, StateSpace
 from gdeq.steady import unsteady_parts
 
 # Reachable in float32.  In half precision its tolerance is raised to what f can resolve.
@@ -210,7 +210,7 @@ class DEQ(nn.Module):
         if not is_traced():  # else the record would outlive what its tensors stand for
             kept = solution.z
             if at is not None or kept is z:  # it must not change with the caller's tensors
-                kept = copied(kept)
+                kept = pytree.tree_map(lambda leaf: leaf.detach().clone(), kept)
             kept = kept if self.batched else _only_one(kept)
             self.solution = replace(solution, z=kept, batched=self.batched)
         return z if self.batched else _only_one(z)

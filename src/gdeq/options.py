@@ -71,9 +71,7 @@ def check_real(
 
 
 def check_flag(owner: object, name: str) -> None:
-    value = getattr(owner, name)
-    if not isinstance(value, bool):
-        raise TypeError(f"{type(owner).__name__}.{name} must be True or False, got {value!r}")
+    check_type(owner, name, bool, "True or False")
 
 
 def check_choice(owner: object, name: str, choices: tuple[str, ...]) -> None:

@@ -223,13 +223,11 @@ class StateMap:
         """
         if torch.float16 not in self.space.dtypes:
             return None
-        limits = [
-            torch.finfo(dtype).max if dtype == torch.float16 else torch.inf
-            for dtype in self.space.dtypes
-        ]
-        parts = flat.split(self.space.sizes, dim=1)
-        within = [(part.abs() <= limit).all(1) for part, limit in zip(parts, limits, strict=True)]
-        return torch.stack(within).all(0).unsqueeze(1)
+        halves = [dtype == torch.float16 for dtype in self.space.dtypes]
+        most = torch.finfo(torch.float16).max
+        parts = zip(flat.split(self.space.sizes, dim=1), halves, strict=True)
+        within = [part.abs() <= (most if half else torch.inf) for part, half in parts]
+        return torch.cat(within, dim=1).all(1, keepdim=True)
 
     def leaves(self, z: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of f(z) for those of z."""
@@ -253,11 +251,6 @@ def _versions(leaves: Sequence[Tensor]) -> list[int | None]:
     if torch.compiler.is_compiling():
         return []
     return [None if leaf.is_inference() else leaf._version for leaf in leaves]
-
-
-def copied(z: State) -> State:
-    """The same values in memory of their own, without autograd history."""
-    return pytree.tree_map(lambda leaf: leaf.detach().clone(), z)
 
 
 def detached(z: State) -> State:

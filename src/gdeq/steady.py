@@ -51,7 +51,7 @@ def steady(module: nn.Module) -> list[str]:
                 )
         if parametrize.is_parametrized(owner):
             for name, kinds in owner.parametrizations.items():
-                if not any(isinstance(kind, Held) for kind in (kinds, *kinds)):
+                if not isinstance(kinds, Held):
                     once_per_solve(owner, name)
                     done.append(f"{path}.{name}: parametrized, computed once per solve".lstrip("."))
     return done + [f"left {told}" for told in unsteady_parts(module, in_training=True)]
