@@ -87,19 +87,6 @@ def test_the_defaults():
     assert torch.equal(found.z, gdeq.solve(torch.cos, torch.zeros(2, 3), Broyden()).z)
 
 
-def test_inputs_that_f_closes_over_get_gradients(device):
-    w = (0.2 * torch.randn(4, 4, dtype=F64, device=device)).requires_grad_()
-    scale = torch.tensor(0.5, dtype=F64, device=device, requires_grad=True)
-    x = torch.randn(2, 4, dtype=F64, device=device)
-    exact = Implicit(Broyden(60, 1e-13))
-
-    def loss(w, scale):
-        f = lambda z: scale * torch.tanh(z @ w + x)  # noqa: E731
-        return gdeq.fixed_point(f, torch.zeros_like(x), exact.solver, exact).z.square().sum()
-
-    assert torch.autograd.gradcheck(loss, (w, scale))
-
-
 # --- unrolled steps -------------------------------------------------------------------------------
 
 

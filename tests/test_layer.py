@@ -1,7 +1,6 @@
 """`DEQ` as a module: its interface, copies, checkpoints, training."""
 
 import copy
-import io
 import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -109,18 +108,6 @@ def test_initial_state_and_extra_inputs(device):
     torch.testing.assert_close(slope, (moved[0] - moved[1]) / 2e-6, rtol=1e-6, atol=1e-8)
 
 
-def test_inputs_need_not_be_tensors_nor_be_there(device):
-    def cell(z, parts, name=None):
-        assert name == "n"
-        return 0.5 * z + parts["a"] + parts["b"]
-
-    a, b = data(device, 2, 3), data(device, 2, 3)
-    z = gdeq.DEQ(cell)({"a": a, "b": b}, name="n", z0=torch.zeros_like(a))
-    torch.testing.assert_close(z, 2 * (a + b), rtol=1e-6, atol=1e-6)
-    z = gdeq.DEQ(lambda z: 0.5 * z + a)(z0=torch.zeros_like(a))
-    torch.testing.assert_close(z, 2 * a, rtol=1e-6, atol=1e-6)
-
-
 def test_cell_solver_and_gradient_can_be_replaced(device):
     deq, x = layer(device, GDEQ()), data(device, 3, 4)
     z, solver = deq(x), deq.solver
@@ -200,24 +187,6 @@ def test_repr_and_hooks(device):
     deq.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
     deq(data(device, 3, 4))
     assert seen == [(3, 4)]
-
-
-def test_between_other_layers(device):
-    # nn.ReLU(inplace=True) after a layer is what most image models write.
-    deq, x, found = layer(device), data(device, 5, 3), []
-    linear = [nn.Linear(3, 4, dtype=F64, device=device), nn.Linear(4, 2, dtype=F64, device=device)]
-    for inplace in (False, True):
-        model = nn.Sequential(linear[0], deq, nn.ReLU(inplace=inplace), linear[1])
-        model.zero_grad()
-        model(x).square().sum().backward()
-        found.append([p.grad for p in model.parameters()])
-    assert_same(*found)
-    assert all(g.abs().sum() > 0 for g in found[0])
-    model.zero_grad()
-    empty = model(x[:0])  # the last batch of a filtered data set, say
-    assert empty.shape == (0, 2)
-    empty.sum().backward()
-    assert (linear[0].weight.grad == 0).all()
 
 
 # --- one system, two uses, threads ----------------------------------------------------------------
@@ -478,31 +447,12 @@ def test_the_layer_is_usable_after_an_error_and_keeps_nothing(device, gradient, 
 # --- modules -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_to_dtype(device, dtype):
-    deq, x = gdeq.DEQ(Cell()).to(device), data(device, 3, 4)
-    expected = deq(x)
-    z = deq.to(dtype)(x.to(dtype))
-    assert z.dtype == dtype
-    torch.testing.assert_close(z.double(), expected, rtol=0.05, atol=0.02)
-    z.float().sum().backward()
-    assert deq.cell.inner.weight.grad.dtype == dtype
-
-
 def test_state_dict_round_trip(device):
     deq, other, x = layer(device), layer(device), data(device, 3, 4)
-    deq.cell.register_buffer("scale", torch.ones((), device=device))
-    other.cell.register_buffer("scale", torch.zeros((), device=device))
-    z = deq(x)
-    assert not torch.allclose(other(x), z)
-    names = {"cell.inner.weight", "cell.inner.bias", "cell.input.weight"}
-    assert set(dict(deq.named_parameters())) == names
-    assert set(deq.state_dict()) == {*names, "cell.scale"}
-    file = io.BytesIO()
-    torch.save(deq.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True, map_location=device))
-    assert torch.equal(other(x), z)
+    assert not torch.allclose(other(x), deq(x))
+    assert set(deq.state_dict()) == {"cell.inner.weight", "cell.inner.bias", "cell.input.weight"}
+    other.load_state_dict(deq.state_dict())
+    assert torch.equal(other(x), deq(x))
 
 
 @every_gradient
@@ -540,36 +490,21 @@ def test_copies(device, gradient, when):
 # --- use -----------------------------------------------------------------------------------------
 
 
-def regression(deq, device, switch=None):
-    """The losses of a toy: y = sin(2x), a weight-tied layer of width 12 between linear ones."""
+def test_pretraining_unrolled_then_switching(device):
+    """A toy, y = sin(2x): a weight-tied layer of width 12 between linear ones."""
+    deq = gdeq.DEQ(Cell(12, dtype=torch.float32), solver=None, gradient=Unrolled(steps=6))
     x = torch.linspace(-1, 1, 32, device=device).unsqueeze(1)
     model = nn.Sequential(nn.Linear(1, 12), deq, nn.Linear(12, 1)).to(device)
     optimiser = torch.optim.Adam(model.parameters(), lr=0.02)
     losses = []
     for step in range(50):
-        if switch and step == 25:
-            deq.solver, deq.gradient = switch
+        if step == 25:
+            deq.solver, deq.gradient = Broyden(max_iter=18, tol=1e-3), GDEQ()
         loss = (model(x) - torch.sin(2 * x)).square().mean()
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("gradient", [GDEQ(refine=1), gdeq.Implicit(), JFB()], ids=str)
-def test_training_reduces_the_loss(device, gradient):
-    deq = gdeq.DEQ(Cell(12, dtype=torch.float32), Broyden(max_iter=12, tol=1e-3), gradient)
-    before = deq.cell.inner.weight.detach().clone()
-    losses = regression(deq, device)
-    assert losses[-1] < 0.05 * losses[0]
-    assert (deq.cell.inner.weight - before.to(device)).norm() > 0.01
-    assert deq.solution.converged.all()
-
-
-def test_pretraining_unrolled_then_switching(device):
-    deq = gdeq.DEQ(Cell(12, dtype=torch.float32), solver=None, gradient=Unrolled(steps=6))
-    losses = regression(deq, device, switch=(Broyden(max_iter=18, tol=1e-3), GDEQ()))
     assert losses[24] < 0.5 * losses[0]
     assert losses[25] < 1.5 * losses[24]  # what was learned unrolled holds at the equilibrium
     assert losses[-1] < losses[24]

@@ -216,17 +216,6 @@ def test_gradients_of_nothing(gradient, shape, device):
     str(deq.solution.backward)
 
 
-def test_an_empty_part_beside_a_full_one(device):
-    z0 = {"none": torch.zeros(2, 0, device=device), "some": torch.zeros(2, 3, device=device)}
-    solution = gdeq.fixed_point(lambda z: {"none": z["none"], "some": 0.5 * z["some"] + 1}, z0)
-    assert solution.converged.all()
-    assert solution.z["none"].shape == (2, 0)
-    torch.testing.assert_close(solution.z["some"], torch.full((2, 3), 2.0, device=device))
-    empty = {"a": torch.zeros(0, 3), "b": [torch.zeros(0, 2, 2)]}
-    out = gdeq.solve(lambda z: {"a": z["a"], "b": [torch.cos(z["b"][0])]}, empty).z
-    assert (out["a"].shape, out["b"][0].shape) == ((0, 3), (0, 2, 2))
-
-
 # --- bad states -----------------------------------------------------------------------------------
 
 
