@@ -26,22 +26,24 @@ _hidden = [False]
 
 
 class _OfThread(threading.local):
+    """What is open in this thread."""
+
     blind = False  # nobody looks at values
     groups: tuple[Any, ...] = ()  # of processes that evaluate f at the same time
     holds: tuple[_Hold, ...] = ()  # that are open, the outermost first: a solve belongs to one
 
 
-_here = _OfThread()
+here = _OfThread()
 
 
 @contextlib.contextmanager
 def _while_open(name: str, value: object) -> Iterator[None]:
-    before = getattr(_here, name)
-    setattr(_here, name, value)
+    before = getattr(here, name)
+    setattr(here, name, value)
     try:
         yield
     finally:
-        setattr(_here, name, before)
+        setattr(here, name, before)
 
 
 # ---- whether values may be looked at
@@ -53,9 +55,9 @@ def host_may_look(device: torch.device) -> bool:
     Where this is False, compute both outcomes and select; elsewhere a look may save work.
     """
     if device.type == "cpu":
-        return not _here.blind
+        return not here.blind
     recording = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
-    return not (_here.blind or _hidden[-1] or (recording is not None and recording()))
+    return not (here.blind or _hidden[-1] or (recording is not None and recording()))
 
 
 def look_is_free(device: torch.device) -> bool:
@@ -75,11 +77,7 @@ def hidden() -> Iterator[None]:
 
 def blind(wanted: bool = True) -> contextlib.AbstractContextManager[None]:
     """While this is open, nobody in this thread looks at values, on a CPU neither."""
-    return _while_open("blind", wanted or _here.blind)
-
-
-def is_blind() -> bool:
-    return _here.blind
+    return _while_open("blind", wanted or here.blind)
 
 
 def together(groups: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
@@ -88,13 +86,13 @@ def together(groups: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]
     An f that is sharded over processes is evaluated by all of them at the same time, so all must
     make the same number of evaluations.
     """
-    return _while_open("groups", groups or _here.groups)
+    return _while_open("groups", groups or here.groups)
 
 
 def anywhere(mask: Tensor) -> bool:
     """Whether the mask holds for any sample, here or on a process that evaluates f with us."""
     found = mask.any()
-    for group in _here.groups:
+    for group in here.groups:
         found = found.int()
         torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group)
     return bool(found)
@@ -169,9 +167,11 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **kwargs)
         if not apart:
-            kept = torch.compiler.disable(function, reason=WHY)
-            _skip(call)
-            apart.append(kept)
+            apart.append(torch.compiler.disable(function))
+            # This and the marks below are what the compiler does with wrappers of its own.
+            skip = getattr(sys.modules["torch._dynamo"].eval_frame, "skip_code", None)
+            if skip is not None:
+                skip(call.__code__)  # type: ignore[attr-defined]
         return apart[0](*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -179,18 +179,10 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def _skip(wrapper: Any) -> None:
-    """This and the mark above are what the compiler does with wrappers of its own."""
-    skip = getattr(sys.modules["torch._dynamo"].eval_frame, "skip_code", None)
-    if skip is not None:
-        skip(wrapper.__code__)
-
-
 def eager() -> contextlib.AbstractContextManager[Any]:
     """While this is open, nothing is compiled and what was compiled runs as it is written."""
     if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):  # PyTorch 2.6
-        stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-        return stance
+        return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()
 
 
@@ -215,7 +207,7 @@ class _Value(NamedTuple):
 
 def held_module() -> nn.Module | None:
     """The module whose solve is under way in this thread, if that is known."""
-    return _here.holds[-1].owner if _here.holds else None
+    return here.holds[-1].owner if here.holds else None
 
 
 class Held(nn.Module):
@@ -230,7 +222,7 @@ class Held(nn.Module):
 
         What is computed is kept for each ``made_of``, and made again where a graph is wanted.
         """
-        holds = [each for each in _here.holds if each.modules is None or self in each.modules]
+        holds = [each for each in here.holds if each.modules is None or self in each.modules]
         if not holds:
             return make()
         # The solve runs without autograd, but its values are used with it afterwards.
@@ -262,11 +254,11 @@ def hold(cell: object = None) -> Iterator[None]:
     new = _Hold(None)
     if isinstance(owner, nn.Module):
         new = _Hold(frozenset(m for m in owner.modules() if isinstance(m, Held)), owner)
-    with _while_open("holds", (*_here.holds, new)):
+    with _while_open("holds", (*here.holds, new)):
         yield
 
 
 def hold_all(cell: object) -> contextlib.AbstractContextManager[None]:
     """`hold` for every module that the solve of ``cell`` uses, its own or not."""
     new = _Hold(None, cell if isinstance(cell, nn.Module) else None)
-    return _while_open("holds", (*_here.holds, new))
+    return _while_open("holds", (*here.holds, new))

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from gdeq import loop
-from gdeq.context import blind, is_blind, is_traced, row_by_row, together, without_values
+from gdeq.context import blind, here, is_traced, row_by_row, together, without_values
 from gdeq.gradients import Gradient, Implicit
 from gdeq.operators import StateInverse, relative, safe_norms
 from gdeq.options import describe
@@ -132,7 +132,7 @@ class VectorAdjoint(Adjoint):
 class Reference:
     """The solvers and gradients as they are written.
 
-    groups: of processes over which the cell is sharded: they evaluate f together, equally often.
+    groups: of processes that evaluate f together, in backward passes too.
     """
 
     groups: tuple[Any, ...] = ()
@@ -144,7 +144,7 @@ class Reference:
         space = f.space
         system = System(f.precision, space.sizes)
         keep = wants_secants(gradient, system.precision)
-        with torch.no_grad(), full_precision(space.device), together(self.groups):
+        with torch.no_grad(), full_precision(space.device):
             found = loop.iterate(f, space.pack(z0).detach(), solver, system, keep)
             inside = f.inside(found.z)
         return Found(self.solution(found, space.unpack(found.z), f), space, found.z, inside)
@@ -250,9 +250,9 @@ def choose(f: StateMap) -> Engine:
     chosen = _choice[-1]
     if not isinstance(chosen, str):
         return chosen
-    if groups := getattr(f.f, "groups", ()):
-        return Reference(groups)
-    if is_blind() or not runs_fast(f.space.device):
+    if here.groups:
+        return Reference(here.groups)
+    if here.blind or not runs_fast(f.space.device):
         return REFERENCE
     from gdeq.fast.engine import FAST  # noqa: PLC0415 (loaded where it is used)
 

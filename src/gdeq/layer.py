@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gdeq.checks import ConvergenceWarning, UnsteadyCellWarning, examine, process_groups
-from gdeq.context import hold_all, is_traced, uncompiled, values_are_there
+from gdeq.context import hold_all, is_traced, together, uncompiled, values_are_there
 from gdeq.fixed_point import check_pair, find, find_all
 from gdeq.gradients import DEFAULT, JFB, Gradient
 from gdeq.options import check_flag, check_names, describe
@@ -187,13 +187,10 @@ class DEQ(nn.Module):
         distributed = torch.distributed
         if not self._groups and distributed.is_available() and distributed.is_initialized():
             self._groups = process_groups(self.cell)
-        if self._groups:
-            f = functools.partial(f)
-            f.groups = self._groups  # for `gdeq.engine.choose`
         if solver is not None and solver is self._default:
             precision = StateMap(StateSpace(z0), f).precision
             solver = replace(solver, tol=max(solver.tol, precision))
-        with hold_all(self.cell):
+        with hold_all(self.cell), together(self._groups):
             if at is None:
                 z, solution = find(f, z0, solver, gradient)
             else:

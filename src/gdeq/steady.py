@@ -36,24 +36,22 @@ def steady(module: nn.Module) -> list[str]:
     """
     done = []
     for path, owner in list(module.named_modules()):
+        at = f"{path}." if path else ""
         for name, part in list(owner.named_children()):
             new = _replacement(part)
             if new is not None:
                 setattr(owner, name, new.train(part.training))
-                where = f"{path}.{name}".lstrip(".")
-                done.append(f"{where}: {part} became {new}")
+                done.append(f"{at}{name}: {part} became {new}")
         for hook in list(owner._forward_pre_hooks.values()):
             if isinstance(hook, SpectralNorm):  # PyTorch's older form
                 remove_spectral_norm(owner, hook.name)
                 spectral_norm(owner, hook.name, iterations=hook.n_power_iterations)
-                done.append(
-                    f"{path}.{hook.name}: spectral norm, computed once per solve".lstrip(".")
-                )
+                done.append(f"{at}{hook.name}: spectral norm, computed once per solve")
         if parametrize.is_parametrized(owner):
             for name, kinds in owner.parametrizations.items():
                 if not isinstance(kinds, Held):
                     once_per_solve(owner, name)
-                    done.append(f"{path}.{name}: parametrized, computed once per solve".lstrip("."))
+                    done.append(f"{at}{name}: parametrized, computed once per solve")
     return done + [f"left {told}" for told in unsteady_parts(module, in_training=True)]
 
 
