@@ -343,21 +343,6 @@ def loop(problem: Problem, steps: int = 40) -> Tensor:  # -> (batch, d)
     return z
 
 
-@every_structure
-@every_exact
-def test_implicit_equals_autograd_through_a_long_loop(exactly, structure, device):
-    problem = STRUCTURES[structure](radius=0.4).to(device)
-    parameters = list(problem.parameters())
-
-    def gradients(z: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(z.pow(3).sum() + z.prod(1).sum(), parameters)
-
-    expected = gradients(loop(problem))
-    found = gradients(as_function(problem, TIGHT, EXACT[exactly])(*parameters))
-    for a, b in zip(found, expected, strict=True):
-        assert_near(a, b, 1e-8)
-
-
 @pytest.mark.parametrize(
     ("structure", "exactly"),
     [(structure, "broyden") for structure in STRUCTURES]
