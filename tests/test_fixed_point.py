@@ -164,6 +164,7 @@ def test_states_on_the_way_have_the_gradient_of_the_layer(gradient):
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     deq = gdeq.DEQ(lambda z, x: torch.tanh(z @ weight.T + x), gdeq.Broyden(9, 0.0), gradient)
     states = deq.trajectory(x, at=[2, 5])
+    solution = deq.solution
     assert torch.equal(states[-1], deq(x))
     for step, state in zip((2, 5), states, strict=False):
         z = gdeq.solve(
@@ -178,6 +179,9 @@ def test_states_on_the_way_have_the_gradient_of_the_layer(gradient):
             torch.testing.assert_close(state, z)
         (found,) = torch.autograd.grad(state.sum(), x, retain_graph=True)
         torch.testing.assert_close(found, slope * v, rtol=1e-5, atol=1e-7)
+    assert solution.backward is None  # it is about the fixed point
+    states[-1].sum().backward()
+    assert (solution.backward is None) == isinstance(gradient, gdeq.Unrolled)
 
 
 def test_a_trajectory_outside_the_solve():

@@ -370,6 +370,15 @@ def test_autocast_is_as_before_after_an_error(device):
     assert not torch.is_autocast_enabled(device.type)
 
 
+def test_under_autocast_f_may_return_half_precision_and_nothing_else():
+    with torch.autocast("cpu", torch.bfloat16):
+        for given, computes_in in ((X, torch.bfloat16), (X.double(), torch.float64)):
+            found = StateMap(StateSpace(given), torch.cos).precision
+            assert found == torch.finfo(computes_in).eps
+        with pytest.raises(gdeq.StateError, match=r"f\(z\) has dtype torch.int64"):
+            gdeq.solve(lambda z: z.long(), X)
+
+
 @pytest.mark.parametrize("kind", [dict, OrderedDict, type("Mine", (dict,), {})])
 def test_dicts_of_all_kinds(kind):
     found = gdeq.solve(
