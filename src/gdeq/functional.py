@@ -191,17 +191,18 @@ class Tape(TorchFunctionMode):
         return _Place(self.places[id(leaf)])
 
     def __call__(self, z: Tensor, *given: Tensor) -> Tensor:
+        tensors, rest = {0: z}, iter(given)
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # f may leave it otherwise
-            return self._replay({0: z}, iter(given))
-
-    def _replay(self, tensors: dict[int, Tensor], rest: Iterator[Tensor]) -> Tensor:
-        for func, put, new, outs, half in self.calls:
-            tensors.update(zip(new, rest, strict=False))
-            args, kwargs = pytree.tree_map_only(_Place, tensors.__getitem__, put)
-            with torch.autocast(self.device.type, half) if half else full_precision(self.device):
-                out = func(*args, **kwargs)
-            leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
-            tensors.update(zip(outs, leaves, strict=True))
+            for func, put, new, outs, half in self.calls:
+                tensors.update(zip(new, rest, strict=False))
+                args, kwargs = pytree.tree_map_only(_Place, tensors.__getitem__, put)
+                how = (
+                    torch.autocast(self.device.type, half) if half else full_precision(self.device)
+                )
+                with how:
+                    out = func(*args, **kwargs)
+                leaves = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+                tensors.update(zip(outs, leaves, strict=True))
         return tensors[self.out]
 
 
