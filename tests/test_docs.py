@@ -11,7 +11,7 @@ import torch
 
 import gdeq
 from gdeq import engine
-from gdeq.steady import UNSTEADY
+from gdeq.holding import UNSTEADY
 from test_tutorials import load
 
 ROOT = Path(__file__).parents[1]

@@ -13,6 +13,7 @@ from gdeq.holding import (
     apply_norm,
     remove_norm,
     spectral_norm,
+    steady,
     weight_norm,
 )
 from gdeq.layer import DEQ, mixed_start
@@ -20,7 +21,6 @@ from gdeq.regularize import jacobian_penalty, residual_penalty, spectral_radius
 from gdeq.solution import BackwardRecord, Solution, Status
 from gdeq.solvers import GMRES, Anderson, Broyden, Picard, Solver
 from gdeq.state import StateError
-from gdeq.steady import steady
 
 __version__ = "0.2.0"
 

@@ -1,4 +1,4 @@
-"""What must stay the same during a solve: dropout masks and normalised weights.
+"""What stays the same during a solve: dropout masks, normalised weights, and `steady` for the rest.
 
 f must be one function while its fixed point is sought.
 """
@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations, parametrize, remove_spectral_norm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from gdeq.context import Held
 
@@ -217,3 +218,109 @@ def _check_tensor(module: nn.Module, name: str) -> None:
     hint = "; pass a layer that has one: module" + ", module".join(layers) if layers else ""
     hint += ", or use gdeq.apply_norm(module) for all" if layers else ""
     raise ValueError(f"{type(module).__name__} has no tensor {name!r} to normalise{hint}")
+
+
+# ---- parts that do not hold still
+
+CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+DRAWS = "draws a new mask at every evaluation: "
+
+
+def steady(module: nn.Module) -> list[str]:
+    """Replace the parts of a cell that change between evaluations; return a list of what was done.
+
+    It changes the cell in place, at any depth:
+
+    - dropout becomes `gdeq.VariationalDropout`, with one mask per solve;
+    - batch norm becomes group norm, with its weight and bias (train it again);
+    - spectral norms and other parametrizations are computed once per solve.
+
+    Entries that begin with "left" name a part that it cannot replace, and say what to do about it.
+
+    Examples:
+        >>> import gdeq
+        >>> from torch import nn
+        >>> cell = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1))
+        >>> print(*gdeq.steady(cell))
+        1: Dropout(p=0.1, inplace=False) became VariationalDropout(p=0.1, channelwise=False)
+    """
+    done = []
+    for path, owner in list(module.named_modules()):
+        at = f"{path}." if path else ""
+        for name, part in list(owner.named_children()):
+            new = _replacement(part)
+            if new is not None:
+                setattr(owner, name, new.train(part.training))
+                done.append(f"{at}{name}: {part} became {new}")
+        for hook in list(owner._forward_pre_hooks.values()):
+            if isinstance(hook, SpectralNorm):  # PyTorch's older form
+                remove_spectral_norm(owner, hook.name)
+                spectral_norm(owner, hook.name, iterations=hook.n_power_iterations)
+                done.append(f"{at}{hook.name}: spectral norm, computed once per solve")
+        if parametrize.is_parametrized(owner):
+            for name, kinds in owner.parametrizations.items():
+                if not isinstance(kinds, Held):
+                    once_per_solve(owner, name)
+                    done.append(f"{at}{name}: parametrized, computed once per solve")
+    return done + [f"left {told}" for told in unsteady_parts(module, in_training=True)]
+
+
+def unsteady_parts(module: nn.Module, in_training: bool = False) -> list[str]:
+    """What in it changes from one evaluation to the next in this mode: a sentence for each kind."""
+    told = []
+    for changes, why in UNSTEADY:
+        for path, part in module.named_modules():
+            if (part.training or in_training) and changes(part):
+                told.append(f"{type(part).__name__} ({path or 'the cell itself'}) {why}")
+                break
+    return told
+
+
+def _drops(*kinds: type) -> Callable[[nn.Module], bool]:
+    def changes(part: nn.Module) -> bool:
+        return isinstance(part, kinds) and getattr(part, "p", getattr(part, "dropout", 0)) > 0
+
+    return changes
+
+
+def _moves_spectral_norm(part: nn.Module) -> bool:
+    old = any(isinstance(hook, SpectralNorm) for hook in part._forward_pre_hooks.values())
+    return old or (
+        isinstance(part, parametrize.ParametrizationList)
+        and not isinstance(part, Held)
+        and any(type(kind).__name__ == "_SpectralNorm" for kind in part)
+    )
+
+
+UNSTEADY: tuple[tuple[Callable[[nn.Module], bool], str], ...] = (
+    (_drops(nn.Dropout, *CHANNELWISE), f"{DRAWS}use gdeq.VariationalDropout, or gdeq.steady(cell)"),
+    (_drops(nn.AlphaDropout, nn.FeatureAlphaDropout), f"{DRAWS}use gdeq.VariationalDropout"),
+    (
+        _drops(nn.MultiheadAttention, nn.RNNBase),
+        "draws a new dropout mask at every evaluation: set its attribute dropout to 0",
+    ),
+    (
+        lambda part: isinstance(part, BATCH_NORMS),
+        "mixes the samples of a batch and moves its averages at every evaluation: use nn.GroupNorm",
+    ),
+    (
+        _moves_spectral_norm,
+        "takes a step of its power iteration at every evaluation: use gdeq.spectral_norm, or "
+        "gdeq.steady(cell)",
+    ),
+)
+
+
+def _replacement(part: nn.Module) -> nn.Module | None:
+    if isinstance(part, (nn.Dropout, *CHANNELWISE)) and part.p < 1:
+        return VariationalDropout(part.p, channelwise=isinstance(part, CHANNELWISE))
+    if isinstance(part, BATCH_NORMS):
+        # Eight channels or more a group: alone, a channel of (batch, channels) would become 0.
+        channels = part.num_features
+        groups = max(g for g in range(1, max(2, channels // 8 + 1)) if channels % g == 0)
+        new = nn.GroupNorm(groups, channels, part.eps, part.affine)
+        if part.affine:
+            new.weight, new.bias = part.weight, part.bias
+        return new
+    return None

@@ -19,12 +19,12 @@ from gdeq.checks import ConvergenceWarning, UnsteadyCellWarning, examine, proces
 from gdeq.context import hold_all, is_traced, together, uncompiled, values_are_there
 from gdeq.fixed_point import check_pair, find, find_all
 from gdeq.gradients import DEFAULT, JFB, Gradient
+from gdeq.holding import unsteady_parts
 from gdeq.options import check_flag, check_names, describe
 from gdeq.solution import Solution, Status
 from gdeq.solvers.base import Solver, check_solver
 from gdeq.solvers.broyden import Broyden
 from gdeq.state import State, StateMap, StateSpace
-from gdeq.steady import unsteady_parts
 
 # Reachable in float32.  In half precision its tolerance is raised to what f can resolve.
 SOLVER = Broyden(max_iter=18, tol=1e-3)
