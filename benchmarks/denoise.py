@@ -26,6 +26,7 @@ from torch import Tensor
 
 import gdeq
 from common import Report, parser
+from gdeq.context import eager
 from gdeq.lab.tasks.imaging import Imaging
 from gdeq.lab.training import checkpoint
 from gdeq.lab.training import config as configs
@@ -36,7 +37,6 @@ from gdeq.lab.training.process import Process
 from gdeq.lab.training.progress import Silent
 from gdeq.lab.training.recordings import wait_for
 from gdeq.models.proximal import psnr
-from gdeq.tracing import eager
 from imaging import TIMES, draw, plain_steps, solved, some_of, steps_of, without_image
 
 LOOKS = 10  # at the validation pictures, in each phase
