@@ -32,6 +32,13 @@ def slope_and_penalty(z, leaves):
     return first, torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
 
 
+def assert_derivatives(z, expected, leaves, rtol):
+    """The first ones, and the second ones in a penalty on them."""
+    pairs = zip(slope_and_penalty(z, leaves), slope_and_penalty(expected, leaves), strict=True)
+    for a, b in pairs:
+        assert_near(a, b, rtol)
+
+
 def hessian_product(z, parameters):
     first = torch.autograd.grad(z.pow(3).sum(), parameters, create_graph=True)
     return torch.autograd.grad(sum(g.pow(2).sum() for g in first), parameters)
@@ -80,8 +87,7 @@ def test_nested_fixed_points(outer, inner):
         first, exact = (torch.autograd.grad(y.sin().sum(), leaves) for y in (z, whole))
         assert_near(first, exact, 1e-5)
         return
-    for a, b in zip(slope_and_penalty(z, leaves), slope_and_penalty(whole, leaves), strict=True):
-        assert_near(a, b, 1e-5)  # the default tolerance of Implicit is 1e-6
+    assert_derivatives(z, whole, leaves, 1e-5)  # the default tolerance of Implicit is 1e-6
 
 
 def bratu(strength, points):
@@ -101,9 +107,7 @@ def test_an_ill_conditioned_map(precondition):
     f = bratu(strength, points=31)
     gradient = Implicit(GMRES(400, 1e-12), precondition=precondition)
     solution = gdeq.fixed_point(f, torch.zeros(3, 31, dtype=F64), TIGHT, gradient)
-    found = slope_and_penalty(solution.z, [strength])
-    for a, b in zip(found, slope_and_penalty(dense(f, solution.z), [strength]), strict=True):
-        assert_near(a, b, 1e-6)
+    assert_derivatives(solution.z, dense(f, solution.z), [strength], 1e-6)
 
 
 LOOSE = Implicit(Broyden(40, 1e-2))
@@ -157,9 +161,7 @@ def test_a_part_of_the_state_that_the_loss_does_not_use():
 
     z = gdeq.fixed_point(f, z0, TIGHT, Implicit(GMRES(9, 1e-13))).z
     whole, leaves = dense(lambda z: cell(z, x), torch.cat(z, 1)), [x, cell.inner.weight]
-    pairs = (slope_and_penalty(z[1], leaves), slope_and_penalty(whole[:, 1:], leaves))
-    for found, expected in zip(*pairs, strict=True):
-        assert_near(found, expected, 1e-10)
+    assert_derivatives(z[1], whole[:, 1:], leaves, 1e-10)
 
 
 @pytest.mark.parametrize(("tol", "weight"), [(1e-3, 0.01), (3e-2, 0.1)])

@@ -121,25 +121,6 @@ def test_where_float16_cannot_hold_z_f_is_not_a_number():
 # --- solving nested states ------------------------------------------------------------------------
 
 
-@every_solver
-def test_structures_come_back_as_they_went_in(solver):
-    z0 = nested()
-
-    def f(z: dict) -> dict:
-        (b0, (b1, b2)), a = z["b"], z["a"]
-        coupled = b1 + 0.1 * b0.mean((1, 2)) + 0.1 * a.coarse.mean(1)
-        return {
-            "b": (torch.cos(b0 + b2.unsqueeze(2)), [torch.sin(coupled), 0.5 * torch.cos(b2)]),
-            "a": Pair(torch.cos(a.coarse), {"x": a.fine["x"]}),
-        }
-
-    solution = gdeq.solve(f, z0, type(solver)(max_iter=400, tol=1e-10))
-    assert solution.converged.all(), str(solution)
-    z = solution.z
-    assert [type(part) for part in (z["b"], z["b"][1], z["a"])] == [tuple, list, Pair]
-    torch.testing.assert_close(z, f(z), rtol=1e-8, atol=1e-8)
-
-
 LOOSE = {
     "keys in another order": (
         {"a": tensor(2, 3, seed=1), "b": (tensor(2, 3, seed=2),)},
