@@ -135,7 +135,7 @@ class Reference:
     groups: of processes that evaluate f together, in backward passes too.
     """
 
-    groups: tuple[Any, ...] = ()
+    groups: tuple[Any, ...] = ()  # of a subclass whose __init__ does not come here
 
     def __init__(self, groups: tuple[Any, ...] = ()) -> None:
         self.groups = groups

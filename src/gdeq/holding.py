@@ -57,14 +57,17 @@ class VariationalDropout(Held):
         shape = list(x.shape)
         for dim in (*self.shared, *(range(2, x.dim()) if self.channelwise else ())):
             shape[dim] = 1
-        keep = 1 - self.p
-        mask = self.held(lambda: torch.empty(shape, device=x.device).bernoulli_(keep) / keep)
+        mask = self.held(lambda: self._draw(x, shape))
         if list(mask.shape) != shape:
             raise RuntimeError(
                 f"VariationalDropout was used with shape {tuple(mask.shape)} and then "
                 f"{tuple(shape)} in one solve; use one module for each place"
             )
         return x * mask.to(x.dtype)
+
+    def _draw(self, x: Tensor, shape: list[int]) -> Tensor:
+        keep = 1 - self.p
+        return torch.empty(shape, device=x.device).bernoulli_(keep) / keep
 
     def extra_repr(self) -> str:
         shared = f", shared={self.shared}" if self.shared else ""
