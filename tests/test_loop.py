@@ -422,6 +422,17 @@ def test_a_residual_is_not_zero_because_its_square_is(device):
         torch.testing.assert_close(solution.z, torch.full_like(z0, 2e-30), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("solver", [Broyden(50, 1e-4), Anderson(50, 1e-4)], ids=str)
+def test_a_state_whose_squares_overflow_is_solved(solver):
+    """In float32 inner products leave the range from some 1e19 on; f itself is finite there."""
+    make = torch.Generator().manual_seed(0)
+    scale = torch.logspace(17, 21, 200).unsqueeze(1)  # of each sample
+    weight, x = 0.2 * torch.randn(16, 16, generator=make), torch.randn(200, 16, generator=make)
+    f = lambda z: scale * (torch.tanh(z / scale @ weight) + x)  # noqa: E731
+    found = gdeq.solve(f, torch.zeros(200, 16), solver)
+    assert found.converged.all(), found
+
+
 @pytest.mark.parametrize("slope", [0.5, 0.99, 1.01, 2.0])
 def test_half_precision_iterates_stay_in_its_range(slope):
     """Kept in float32, z may leave what float16 can hold; a bounded f does not show it."""
