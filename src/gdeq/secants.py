@@ -94,7 +94,7 @@ class Secants:
         return relative(sums.squeeze(2).abs(), sizes)
 
     def inverse(self, misfit: Tensor | None = None) -> LowRankInverse:  # (batch, places)
-        """H of every sample; −I where there is no secant."""
+        """H of every sample; −I where there is no secant.  misfit: of each, once it is known."""
         size = torch.linalg.vector_norm(self.y, dim=2)  # (batch, places)
         used = size > torch.finfo(size.dtype).tiny
         unit = torch.where(used, 1 / torch.where(used, size, 1.0), 0.0)

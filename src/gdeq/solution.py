@@ -252,8 +252,8 @@ class Solution:
         """An estimate of ‖z − z*‖/‖z‖: the length of Broyden's next step, relative to ‖z‖.
 
         None for a solver that builds no inverse.  It is not a bound: B⁻¹ is accurate only in the
-        directions in which the solve has moved.  On random linear maps the error was at most 5
-        times the estimate for 90 % of samples, and up to 6,000 times where I − ∂f/∂z was nearly
+        directions in which the solve has moved.  On random linear maps the error was at most about
+        5 times the estimate for 90 % of samples, and up to 6,000 times where I − ∂f/∂z was nearly
         singular (benchmarks/gradients.py).  If the residual is small and the estimate is large, z
         is not near a fixed point yet, and f may not have one.
         """
