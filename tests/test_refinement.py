@@ -72,6 +72,17 @@ def test_secants_of_later_steps_say_nothing_of_the_iterate_that_is_returned():
     assert_near(first_step(v, solution)[0], v, 1e-12)
 
 
+@pytest.mark.parametrize(
+    ("gradient", "keeps"),
+    [(GDEQ(refine=1), True), (GDEQ(tolerance=0.1), True), (Implicit(precondition=True), True),
+     (GDEQ(), False), (JFB(refine=1), False), (Implicit(), False)], ids=str
+)  # fmt: skip
+def test_a_solve_keeps_secants_for_those_who_start_from_them(gradient, keeps):
+    problem = Wide(radius=0.5)
+    solution = gdeq.fixed_point(problem, problem.z0, Broyden(5, 0.0), gradient)
+    assert (solution.secants is not None) == keeps
+
+
 def test_secants_that_are_rounding_are_not_kept():
     """Long after the solution is found, steps and changes of g are rounding."""
     problem = Wide(radius=0.5, activation=identity)
