@@ -37,8 +37,8 @@ from common import COLORS, Report, parser, pyplot
 from fields import FIELDS, HARDER, Solved
 from gdeq import GDEQ, GMRES, JFB, NPG, Anderson, Broyden, Gradient, Implicit, Unrolled
 
-DRAWS = [(seed, torch.float64) for seed in range(3000, 3003)]
-DRAWS += [(3000, torch.float32)]
+DRAWS = [(seed, torch.float64) for seed in range(4000, 4003)]
+DRAWS += [(4000, torch.float32)]
 SOLVES = [kind(600, tol) for kind in (Broyden, Anderson) for tol in (1e-3, 1e-6)]
 REFINED = range(1, 9)
 INNER = {"Broyden": Broyden(20, 1e-6), "GMRES": GMRES(20, 1e-6)}

@@ -334,13 +334,13 @@ def secant_inverse(
     w: Tensor | None = None,  # (d,)
     image: Tensor | None = None,  # (d,)
 ) -> Tensor:  # (d, d)
-    """H ≈ (J − I)⁻¹ of the last ten secants, by the formula of `gdeq.operators`.
+    """H ≈ (J − I)⁻¹ of the last 15 secants, by the formula of `gdeq.operators`.
 
     The ridge of each is 0.2, and more the further z has gone since, beside half its length.  Once
     image = (I − J)ᵀw is known, also the less the secant fits it, beside 0.02.
     """
-    s = torch.stack([b - a for a, b in pairwise(iterates)][-10:], dim=1)  # (d, secants)
-    y = torch.stack([g(b) - g(a) for a, b in pairwise(iterates)][-10:], dim=1)
+    s = torch.stack([b - a for a, b in pairwise(iterates)][-15:], dim=1)  # (d, secants)
+    y = torch.stack([g(b) - g(a) for a, b in pairwise(iterates)][-15:], dim=1)
     far, size = s.norm(dim=0).flip(0).cumsum(0).flip(0), y.norm(dim=0)
     ridge = 0.2**2 * (1 + (far / (0.5 * iterates[-1].norm())) ** 2)
     if w is not None:

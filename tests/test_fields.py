@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import csv
+import subprocess
+import sys
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +49,24 @@ def test_a_refined_gradient_is_not_far_worse_than_one_from_jfb(refine, solve):
     assert len(found) > 135
     assert_safe(found, of_jfb)
     assert found.median() < 0.75 * of_jfb.median()
+
+
+NETWORKS = ["tanh, radius 0.6", "tanh, radius 1", "transformer block, strong"]
+
+
+@pytest.mark.parametrize("field", NETWORKS)
+def test_on_networks_secants_say_as_much_of_w_as_broyden_s_inverse(field):
+    """Which holds all steps of the solve, and is what a refinement starts from without secants."""
+    cases = [Solved(field, seed, SOLVES["Broyden, 1e-06"]) for seed in range(6)]
+    without = [copy.copy(case) for case in cases]
+    for case in without:
+        case.solution = replace(case.solution, secants=None)
+    for gradient in (GDEQ(refine=1), GDEQ(refine=2), GDEQ(refine=4)):
+        found, other = (
+            torch.cat([case.errors(gradient)[0] for case in each]).median()
+            for each in (cases, without)
+        )
+        assert found < 1.12 * other
 
 
 @pytest.mark.parametrize("solve", SOLVES)
@@ -100,3 +124,19 @@ def test_plain_reuse_can_be_far_off_and_measuring_shows_it(field):
     solution = gdeq.fixed_point(case.map.f, case.map.z0, Broyden(600, 1e-6), gdeq.Measured(GDEQ()))
     (solution.z * case.v).sum().backward()
     assert (solution.backward.residual[case.judged][off > 10] > 1).all()
+
+
+def test_the_table_of_errors_holds_every_gradient_after_every_solve(tmp_path):
+    script = Path(__file__).resolve().parent.parent / "benchmarks" / "gradients.py"
+    command = [sys.executable, str(script), "--quick", "--out", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    with (tmp_path / "gradients.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    solves = {row["solved by"] for row in rows}
+    assert solves == set(SOLVES)
+    for method in ("JFB", "NPG", "Unrolled", "GDEQ, refine 8", "GDEQ, tolerance 0.1"):
+        assert {row["solved by"] for row in rows if row["method"] == method} == solves
+    for inner in ("GMRES", "Broyden"):
+        assert {f"Implicit, {inner}", f"{inner}, precond."} < {row["method"] for row in rows}
+    assert {row["solved by"] for row in rows if row["method"] == "GDEQ, plain"} < solves
+    assert all(float(row["median"]) < 10 for row in rows)

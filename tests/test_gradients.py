@@ -65,6 +65,19 @@ def test_implicit_stops_at_its_tolerance_and_says_so(inner, device):
     assert solution.backward.vjps == 3
 
 
+@pytest.mark.parametrize("inner", [Picard(3, 0.0), Broyden(3, 0.0), Picard(3, 1e-3)], ids=str)
+def test_a_preconditioned_solve_never_ends_further_off_than_zero(inner, device):
+    """Of maps that are far from contractive: the residual of w = 0 is 1."""
+    problem = Wide(batch=24, radius=2.0).to(device)
+    with torch.no_grad():
+        problem.x.mul_(torch.logspace(-1, 1, 24, dtype=F64, device=device)[:, None])
+    solution, w = differentiate(problem, Broyden(6, 0.0), Implicit(inner, precondition=True))
+    dense, zero = dense_residual(problem, solution, w), ~w.any(dim=1)
+    assert 0 < int(zero.sum()) < 24
+    assert (dense <= 1).all()
+    assert_near(solution.backward.residual, dense, 1e-12)
+
+
 def jacobians(smallest: float, batch: int = 60, d: int = 4):
     """Such that I − J has this smallest singular value.  (batch, d, d)"""
     make = torch.Generator().manual_seed(0)

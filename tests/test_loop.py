@@ -406,6 +406,17 @@ def test_a_start_far_from_a_small_fixed_point_does_not_hide_its_residual(solver,
     assert (true < 2 * found.residual).all()
 
 
+@pytest.mark.parametrize("solver", [Broyden(50, 1e-4), Anderson(50, 1e-4)], ids=str)
+def test_a_state_whose_squares_overflow_is_solved(solver):
+    """In float32 inner products leave the range from some 1e19 on; f itself is finite there."""
+    make = torch.Generator().manual_seed(0)
+    scale = torch.logspace(17, 21, 200).unsqueeze(1)  # of each sample
+    weight, x = 0.2 * torch.randn(16, 16, generator=make), torch.randn(200, 16, generator=make)
+    f = lambda z: scale * (torch.tanh(z / scale @ weight) + x)  # noqa: E731
+    found = gdeq.solve(f, torch.zeros(200, 16), solver)
+    assert found.converged.all(), found
+
+
 @both_engines
 def test_a_float16_f_is_solved_as_far_as_its_digits_go(engine):
     """A guard against noise as coarse as bfloat16's would stop the learning at a hundredth."""

@@ -112,7 +112,7 @@ def test_solvers_are_flat_in_max_iter(device, pair, name, tol):
 
 @every_gradient
 def test_broyden_is_flat_beyond_its_memory(device, gradient):
-    solver = [gdeq.Broyden(max_iter=n, tol=0.0, memory=4) for n in (10, 28)]
+    solver = [gdeq.Broyden(max_iter=n, tol=0.0, memory=4) for n in (16, 28)]
     few, many = (measure(device, s, gradient) for s in solver)
     # Within a step the temporaries differ by a state or two, according to who skips an update.
     assert many[0] - few[0] <= 3 * STATE
@@ -124,8 +124,8 @@ def test_broyden_grows_by_its_updates_alone(device, gradient):
     solver = [gdeq.Broyden(max_iter=n, tol=0.0) for n in (6, 14)]
     with using("reference"):  # the fast engine keeps one vector a step, not two
         few, many = (measure(device, s, gradient) for s in solver)
-    # u and v of each of the eight more steps, and four more secants: ten are kept
-    stored = 8 * 2 * STATE + (4 * 2 * STATE if gradient.needs.secants else 0)
+    # u and v of each of the eight more steps, and their secants
+    stored = 8 * 2 * STATE + (8 * 2 * STATE if gradient.needs.secants else 0)
     for a, b in zip(few, many, strict=True):
         assert b - a <= stored
     # Unrolled steps leave the iterate that the inverse belongs to, so it is not kept.

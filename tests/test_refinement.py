@@ -72,13 +72,24 @@ def test_secants_of_later_steps_say_nothing_of_the_iterate_that_is_returned():
     assert_near(first_step(v, solution)[0], v, 1e-12)
 
 
+@pytest.mark.parametrize(
+    ("gradient", "keeps"),
+    [(GDEQ(refine=1), True), (GDEQ(tolerance=0.1), True), (Implicit(precondition=True), True),
+     (GDEQ(), False), (JFB(refine=1), False), (Implicit(), False)], ids=str
+)  # fmt: skip
+def test_a_solve_keeps_secants_for_those_who_start_from_them(gradient, keeps):
+    problem = Wide(radius=0.5)
+    solution = gdeq.fixed_point(problem, problem.z0, Broyden(5, 0.0), gradient)
+    assert (solution.secants is not None) == keeps
+
+
 def test_secants_that_are_rounding_are_not_kept():
     """Long after the solution is found, steps and changes of g are rounding."""
     problem = Wide(radius=0.5, activation=identity)
     solution = gdeq.fixed_point(problem, problem.z0, Picard(90, 0.0), GDEQ(refine=1))
     s, y = solution.secants.s, solution.secants.y
     used = s.norm(dim=2) > 0
-    assert (used.sum(1) == 10).all()
+    assert (used.sum(1) == 15).all()
     expected = torch.einsum("bij,bkj->bki", problem.dense_jacobian(problem.z0), s) - s
     length = s[used].norm(dim=1, keepdim=True)
     assert_near(y[used] / length, expected[used] / length, 0.2)
@@ -105,8 +116,8 @@ def test_refinement_goes_on_from_the_transposed_inverse_of_the_secants(refine, m
     problem = Wide(radius=0.9).to(device)
     v = problem.cotangent()
     f, iterates = watched(problem)
-    gdeq.solve(f, problem.z0, Broyden(14, 0.0, memory))  # more steps than secants are kept
-    solution, w = differentiate(problem, Broyden(14, 0.0, memory), GDEQ(refine=refine))
+    gdeq.solve(f, problem.z0, Broyden(20, 0.0, memory))  # more steps than secants are kept
+    solution, w = differentiate(problem, Broyden(20, 0.0, memory), GDEQ(refine=refine))
     systems = transposed_system(problem.dense_jacobian(solution.z))
     for i in range(3):
         root, path = problem.root(i), [z[i] for z in iterates]

@@ -57,7 +57,7 @@ def test_a_solution_prints_what_happened():
         rf"3 of 4 samples converged in at most {int(solution.steps.max())} steps, "
         rf"{solution.evals} evaluations of f, largest residual \d\.\de-\d\d, "
         r"largest estimated error \d\.\de-\d\d",
-        first.replace("nan", "1.0e-01"),
+        first,
     )
     assert second.startswith(f"  sample 1: {Status.NONFINITE} [step 3, residual ")
     assert repr(solution) == f"<Solution: {first}>"
@@ -270,7 +270,7 @@ def made(error, residual, length):
     return BackwardRecord(**dict(zip(("error", "residual", "length"), given, strict=True)))
 
 
-INFINITY = float("inf")
+INFINITY, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize(
@@ -281,8 +281,12 @@ INFINITY = float("inf")
         (None, [0.3, 0.2], [1.0, 3.0], 0.225),
         ([0.1, 0.4], [0.3, 0.2], None, 0.35),
         ([INFINITY, 0.4], [0.9, 0.2], [1.0, 3.0], 0.525),  # the residual says what is known
-        ([INFINITY, 0.4], None, [1.0, 3.0], INFINITY),
-        ([INFINITY, 0.4], None, [0.0, 3.0], 0.4),  # no share in the gradient
+        ([INFINITY, 0.4], None, [1.0, 3.0], 0.4),  # of the first nothing is known
+        ([NAN, 0.4, 0.2], [NAN, 0.2, 0.1], [NAN, 3.0, 1.0], 0.35),
+        ([0.1, 0.4], [NAN, 0.2], [1.0, 3.0], 0.4),
+        ([INFINITY, NAN], None, [1.0, 3.0], NAN),
+        ([INFINITY, 0.4], None, [1.0, 0.0], NAN),  # what is known has no share in the gradient
+        ([INFINITY, 0.4], None, [0.0, 3.0], 0.4),
         ([0.0, 0.0], [0.0, 0.0], [0.0, 0.0], 0.0),
         ([0.5, 0.5], None, [3e38, 3e38], 0.5),
         ([], [], [], 0.0),
@@ -297,10 +301,33 @@ INFINITY = float("inf")
 )
 def test_figures_of_a_batch(error, residual, length, expected):
     record = made(error, residual, length)
-    assert record.batch_error.item() == pytest.approx(expected)
+    assert record.batch_error.item() == pytest.approx(expected, nan_ok=True)
     record.done = True
     if len(error or ()) == 9:
         assert "error about 4.7e+01 (largest 6.0e+01)" in str(record)
+
+
+@pytest.mark.parametrize("gradient", FIGURES.values(), ids=FIGURES)
+def test_a_sample_that_failed_is_left_out_of_the_figures_of_its_batch(gradient):
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    x[1, 0] = NAN
+    others = []
+    for rows in ([0, 1, 2, 3], [0, 2, 3]):
+        deq = gdeq.DEQ(lambda z, x: torch.tanh(0.5 * z.flip(1) + x), Broyden(5, 0.0), gradient)
+        deq(x[rows].requires_grad_()).sum().backward()
+        others.append(deq.solution)
+    all_four, three = others
+    told, expected = all_four.summary(), three.summary()
+    for name in ("residual", "largest_residual", "backward_error"):
+        assert told[name] == pytest.approx(expected[name], rel=1e-4)
+    assert (told["backward_unknown"], expected["backward_unknown"]) == (1, 0)
+    assert "nan" not in str(all_four).splitlines()[0] + str(all_four.backward)
+    assert "unknown for 1 sample" in str(all_four.backward)
+    assert "unknown" not in str(three.backward)
+    all_failed = gdeq.DEQ(lambda z, x: z * NAN + x, Broyden(5, 0.0), gradient)
+    all_failed(x.requires_grad_()).sum().backward()
+    assert all_failed.solution.backward.batch_error.isnan()
+    assert "unknown for 4 samples" in str(all_failed.solution.backward)
 
 
 def test_a_slow_direction_makes_more_of_a_residual():

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gdeq.loop import Iterates
-from gdeq.operators import Inverse, relative, safe_norms
+from gdeq.operators import relative, safe_norms
 from gdeq.options import check_flag, check_integer, check_real, check_type, options
 from gdeq.refinement import Refinement, first_step, minus_identity, refine
 from gdeq.solution import Cotangent, Solution
@@ -174,7 +173,8 @@ class Implicit(Gradient):
 
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
         w, inverse = first_step(v, solution) if self.precondition else (v, None)
-        found = _solve_adjoint(v, vjp, w, self.solver, solution, inverse)
+        system = System(solution.precision, right=v, inverse=inverse)
+        found = solution.engine.iterate(lambda w: v + vjp(w), w, self.solver, system)
         w, residual = found.z, found.residual
         if self.precondition:  # the residual of 0 is 1
             worse = ~(residual <= 1)  # also where it is no number
@@ -198,7 +198,7 @@ class GDEQ(Gradient):
     With ``refine`` or ``tolerance``, Broyden's method continues on the adjoint equation for a few
     VJPs, starting from the last secants of the solve (`gdeq.refinement`), which are safe after long
     solves too.  The error is rarely above twice the larger of 0.5 and that of ``JFB(refine=k)``: in
-    none of 6,328 cases on maps of many fields (benchmarks/gradients.py).  The median is smaller
+    none of 6,304 cases on maps of many fields (benchmarks/gradients.py).  The median is smaller
     than JFB's, though not on LASSO.
 
     refine: spend exactly this many VJPs.  The record's ``error`` is how far the last of them moved
@@ -340,20 +340,6 @@ class Unrolled(Gradient):
                 trace.append(residual(fz, z))
             z = fz if self.damping == 1 else z + self.damping * (fz - z)
         return z, trace
-
-
-def _solve_adjoint(
-    v: Tensor,  # (batch, d)
-    vjp: Vectorized,
-    w: Tensor,  # (batch, d) to start from
-    solver: Solver,
-    solution: Solution,
-    inverse: Inverse | None,
-) -> Iterates:
-    """w = v + Jᵀw, by the engine of the forward solve."""
-    system = System(solution.precision, right=v, inverse=inverse)
-    found: Iterates = solution.engine.iterate(lambda w: v + vjp(w), w, solver, system)
-    return found
 
 
 def rounding_floor(w: Tensor, v: Tensor, precision: float) -> Tensor:  # (batch, d) -> (batch,)

@@ -105,10 +105,11 @@ class LowRankInverse(Inverse):
         return self.u, self.v, *(self.base.stored if self.base else ())
 
 
-# Chosen on the maps of tests/fields.py (benchmarks/gradients.py): 20 secants are no better, and
-# ridges from 0.1 to 0.4 differ little.  (torch.linalg.inv_ex of more than 16 rows waits for the
-# device, which a recorded step may not.)
-COUNT = 10
+# Chosen on the maps of tests/fields.py (benchmarks/gradients.py): 10 secants are worse, ridges from
+# 0.1 to 0.4 differ little.  More secants help after solves of more steps, but each takes two
+# vectors, and of more than 16 rows torch.linalg.inv_ex waits for the device, which a recorded step
+# may not.
+COUNT = 15
 RIDGE = 0.2
 NEAR = 0.5  # beside ‖z‖: at this distance from z the ridge of a secant, squared, has doubled
 FIT = 0.02  # and at this misfit; from 0.01 to 0.03 differ little
@@ -189,7 +190,7 @@ class Secants:
         return relative(sums.squeeze(2).abs(), sizes)
 
     def inverse(self, misfit: Tensor | None = None) -> LowRankInverse:  # (batch, places)
-        """H of every sample; −I where there is no secant."""
+        """H of every sample; −I where there is no secant.  misfit: of each, once it is known."""
         size = torch.linalg.vector_norm(self.y, dim=2)  # (batch, places)
         used = size > torch.finfo(size.dtype).tiny
         unit = torch.where(used, 1 / torch.where(used, size, 1.0), 0.0)

@@ -100,11 +100,11 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
     """
     eps = torch.finfo(v.dtype).eps
     size = norm(v)
-    fits = good = torch.ones(len(v), dtype=torch.bool, device=v.device)
-    met = ~good  # the tolerance
+    good = torch.ones(len(v), dtype=torch.bool, device=v.device)  # all was finite
+    fits, met = good, ~good  # the first w was borne out; some w was within the tolerance
     step, r = w, v
     seen: list[Point] = []  # every w, and its residual
-    factors: list[tuple[Tensor, Tensor, Tensor]] = []
+    factors: list[tuple[Tensor, Tensor, Tensor]] = []  # s_t, 1/‖s_t‖² or 0, s_{t+1}
     for count in range(1, how.times + 1):
         before, r = r, v + vjp(w) - w
         good = good & torch.isfinite(norm(r))
@@ -119,8 +119,8 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
             r = select(fits, r, v)
             step = w = select(fits, w, torch.zeros_like(w))  # from 0, −I steps to v
         q = inverse.negative_matvec(r)
-        for s, share, after in factors:
-            q = q + after * (share * dot(s, q))
+        for s, weight, after in factors:
+            q = q + after * (weight * dot(s, q))
         squared = dot(step, step)  # (batch, 1)
         denominator = squared - dot(step, q)
         # As in `Broyden.learn`: no update that would divide by rounding errors.
@@ -143,7 +143,7 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
 
     ws = [each for each, _ in seen]
     sizes = torch.stack([norm(residual) for _, residual in seen])  # (times, batch)
-    moved = norm(step)
+    moved = norm(step)  # by the last VJP
     slowest = None if how.secants is None else how.secants.slowest()
     if slowest is None and how.tolerance is None:
         other = _rows(ws, sizes.argmin(dim=0))
@@ -151,7 +151,9 @@ def refine(w: Tensor, v: Tensor, vjp: Vectorized, inverse: Inverse, how: Refinem
         good = good & (short | (sizes[-1] <= how.setback * sizes.amin(dim=0)))
         moved = torch.where(good, moved, 0.0)
     else:
-        good = good & (sizes[-1] <= sizes.amin(dim=0)) & (fits | (how.times > 1))
+        good = good & (sizes[-1] <= sizes.amin(dim=0))
+        if how.times == 1:  # one that starts again from 0 has no VJP left
+            good = good & fits
         # A look is free on a CPU, and mostly saves the work.
         unused = look_is_free(v.device) and bool((good | met).all())
         start = Point(w, r) if unused else least_combination(seen, v)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -83,7 +84,9 @@ class BackwardRecord:
     """The record of the last backward pass through this solution.
 
     `sample_error` estimates the relative error of w, and `batch_error` is its mean.  Neither is a
-    bound.  On the maps of benchmarks/gradients.py, fewer than one in a thousand gradients of
+    bound.  Samples for which it is not finite, because f has failed, are left out of the mean.
+
+    On the maps of benchmarks/gradients.py, fewer than one in a thousand gradients of
     ``GDEQ(refine=k)`` for k = 1, 2 and 4 had an error of more than twice `sample_error`.  If f has
     a single slow mode, the estimate is far too large.  In half precision, and for `JFB`, there is
     no ``sensitivity``: if f has a broad range of slow modes, the true error can then be ten times
@@ -156,30 +159,53 @@ class BackwardRecord:
     def batch_error(self) -> Tensor | None:  # ()
         """The estimated error of the batch's gradient: the mean of `sample_error`.
 
-        Each sample is weighted by the length of its w, which is its share in the gradient.
+        Each sample is weighted by the length of its w, which is its share in the gradient.  Those
+        for which nothing is known are left out; NaN if these are all.
         """
         found = self.sample_error
         return None if found is None else mean_by_share(found, self.length)
+
+    @property
+    def unknown(self) -> int:
+        """The number of samples whose `sample_error` is not finite.  Waits for the device."""
+        found = self.sample_error
+        return 0 if found is None else int((~found.isfinite()).sum())
 
     def __str__(self) -> str:
         if not self.done:
             return "no backward pass yet"
         text = f"{self.gradient}: {count(self.vjps, 'VJP')}"
+        what = "residual" if self.error is None else "error"
         if (each := self.sample_error) is None:
             text += ", residual not measured"
-        elif each.numel():
-            what = "residual" if self.error is None else "error about"
-            text += f", {what} {self.batch_error:.1e} (largest {each.max():.1e})"
+        elif len(known := each[each.isfinite()]):
+            about = "" if self.error is None else " about"
+            text += f", {what}{about} {self.batch_error:.1e} (largest {known.max():.1e})"
+        if unknown := self.unknown:
+            text += f", {what} unknown for {count(unknown, 'sample')}"
         if self.converged is not None:
             text += f", {count(int((~self.converged).sum()), 'sample')} above the tolerance"
         return text
 
 
 def mean_by_share(values: Tensor, length: Tensor | None) -> Tensor:  # (batch,) -> ()
-    """The mean over samples whose w are so long; 0 where none has a share in the gradient."""
+    """The mean of the finite values, over samples whose w are so long.
+
+    0 where no w has a length, and NaN where none of those that have one has a finite value.
+    """
     share = (torch.ones_like(values) if length is None else length).double()  # sums may overflow
-    total = torch.where(share > 0, share * values, share).sum()  # 0 · ∞ is no part of it
-    return total / share.sum().clamp(min=torch.finfo(share.dtype).tiny)
+    known = values.isfinite() & share.isfinite()
+    lost = (~known & (share != 0)).any()
+    share = torch.where(known, share, 0.0)
+    weight = share.sum()
+    mean = torch.where(known, share * values, 0.0).sum() / weight.clamp(min=1e-300)
+    return torch.where(lost & (weight == 0), torch.nan, mean)
+
+
+def largest(values: Tensor) -> float:  # (batch,)
+    """The largest that is a number; NaN if there is none."""
+    known = values[~values.isnan()]
+    return known.max().item() if len(known) else math.nan
 
 
 @dataclass(repr=False)
@@ -225,8 +251,8 @@ class Solution:
         """An estimate of ‖z − z*‖/‖z‖: the length of Broyden's next step, relative to ‖z‖.
 
         None for a solver that builds no inverse.  It is not a bound: B⁻¹ is accurate only in the
-        directions in which the solve has moved.  On random linear maps the error was at most 5
-        times the estimate for 90 % of samples, and up to 6,000 times where I − ∂f/∂z was nearly
+        directions in which the solve has moved.  On random linear maps the error was at most about
+        5 times the estimate for 90 % of samples, and up to 6,000 times where I − ∂f/∂z was nearly
         singular (benchmarks/gradients.py).  If the residual is small and the estimate is large, z
         is not near a fixed point yet, and f may not have one.
         """
@@ -237,17 +263,22 @@ class Solution:
         return None if found is None else torch.where(self.residual.isfinite(), found, torch.nan)
 
     def summary(self) -> dict[str, float]:
-        """Return the main figures as plain numbers, for a logger.  Waits for the device."""
+        """Return the main figures as plain numbers, for a logger.  Waits for the device.
+
+        Those of a failed sample, which are NaN, are left out: see ``converged``, the share of
+        samples that did, and ``backward_unknown``, the number without an estimated error.
+        """
         found = {"samples": float(len(self.codes)), "evals": float(self.evals)}
         if len(self.codes):
-            found["converged"] = self.converged.double().mean().item()  # the share of samples
+            found["converged"] = self.converged.double().mean().item()
             found["steps"] = self.steps.double().mean().item()
-            found["residual"] = self.residual.double().mean().item()
-            found["largest_residual"] = self.residual.max().item()
+            found["residual"] = self.residual.double().nanmean().item()
+            found["largest_residual"] = largest(self.residual)
         if (backward := self.backward) is not None:
             found["backward_vjps"] = float(backward.vjps)
             if (error := backward.batch_error) is not None:
                 found["backward_error"] = error.item()
+                found["backward_unknown"] = float(backward.unknown)
         return found
 
     @property
@@ -263,10 +294,10 @@ class Solution:
         if batch == 0:
             return "an empty batch; nothing to solve"
         most, evals = count(int(self.steps.max()), "step"), count(self.evals, "evaluation")
-        at_most, largest = ("at most ", "largest ") if self.batched else ("", "")
-        outcome = f"{at_most}{most}, {evals} of f, {largest}residual {self.residual.max():.1e}"
+        at_most, of_all = ("at most ", "largest ") if self.batched else ("", "")
+        outcome = f"{at_most}{most}, {evals} of f, {of_all}residual {largest(self.residual):.1e}"
         if (error := self.error) is not None:
-            outcome += f", {largest}estimated error {error.max():.1e}"
+            outcome += f", {of_all}estimated error {largest(error):.1e}"
         ends = self.status
         if not self.batched:
             return f"one system, {ends[0]}: {outcome}"

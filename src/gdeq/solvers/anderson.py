@@ -7,14 +7,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gdeq.operators import norm
 from gdeq.options import check_integer, check_real, options
 from gdeq.solvers.base import Point, Solver, System, advance, change_seen
 
 
 @dataclass
 class AndersonState:
+    """Differences over their ‖Δg‖, so that no inner product of them leaves the dtype's range."""
+
     dz: Tensor  # (batch, memory, d) differences of iterates
-    dg: Tensor  # (batch, memory, d) differences of g, in the same places
+    dg: Tensor  # (batch, memory, d) differences of g, in the same places; unused ones are zero
     count: Tensor  # (batch,) steps taken
     precision: float
 
@@ -77,28 +80,26 @@ class Anderson(Solver):
 
     def propose(self, here: Point, state: AndersonState) -> Tensor:
         dz, dg = state.dz, state.dg
-        size = torch.linalg.vector_norm(dg, dim=2)  # (batch, memory)
-        used = size > 0
-        size = torch.where(used, size, 1.0)
-        # Differences scaled to length one: the conditioning of the small system is then that of
-        # their angles alone, and λ has no unit.
-        gram = torch.bmm(dg, dg.transpose(1, 2)) / (size.unsqueeze(1) * size.unsqueeze(2))
-        right = torch.bmm(dg, here.g.unsqueeze(2)).squeeze(2) / size
-        diagonal = torch.where(used, self.ridge(here.z.dtype), 1.0).double()
-        system = gram.double() + torch.diag_embed(diagonal)
-        scaled = solve_small(system, right.double())
-        gamma = scaled.to(here.z.dtype) / size  # (batch, memory)
+        # Of differences of length one the conditioning is that of their angles alone, and λ has no
+        # unit.
+        gram = torch.bmm(dg, dg.transpose(1, 2)).double()
+        right = torch.bmm(dg, here.g.unsqueeze(2)).squeeze(2).double()
+        used = gram.diagonal(dim1=1, dim2=2) > 0
+        ridge = torch.where(used, self.ridge(here.z.dtype), 1.0)
+        gamma = solve_small(gram + torch.diag_embed(ridge), right).to(dg.dtype)  # (batch, memory)
         plain = here.z + self.mixing * here.g
         return plain - torch.bmm(gamma.unsqueeze(1), dz + self.mixing * dg).squeeze(1)
 
     def learn(
         self, here: Point, there: Point, accepted: Tensor, state: AndersonState
     ) -> tuple[Point, AndersonState]:
-        sound = change_seen(here.g, there, state.precision).unsqueeze(1)
+        dg, sound = there.g - here.g, change_seen(here.g, there, state.precision)
+        size = norm(dg)
+        unit = torch.where(sound, 1 / size, 0.0).unsqueeze(1)  # of noise nothing is learned
         rows = torch.arange(accepted.shape[0], device=accepted.device)
         place = state.count % state.dz.shape[1]
-        for kept, new in ((state.dz, there.z - here.z), (state.dg, there.g - here.g)):
-            seen = torch.where(sound, new, 0.0)  # of noise nothing is learned
+        for kept, new in ((state.dz, there.z - here.z), (state.dg, dg)):
+            seen = torch.where(sound.unsqueeze(1), new * unit, 0.0)
             kept[rows, place] = torch.where(accepted.unsqueeze(1), seen, kept[rows, place])
         state.count = state.count + accepted
         return advance(accepted, here, there), state
