@@ -210,6 +210,22 @@ def test_no_false_alarm_of_a_hidden_z(change, gradient, batch):
     assert calls.index(0, 1) - (len(calls) - calls.index(0, 1)) == 2
 
 
+def test_a_cell_that_leaves_autograd_off():
+    deq = gdeq.DEQ(Detached(lambda cell, z, x: (torch.set_grad_enabled(False), cell(z, x))[1]), FEW)
+    with torch.enable_grad(), pytest.warns(gdeq.DetachedCellWarning):
+        deq(torch.randn(6, D, dtype=F64))
+
+
+def test_the_mode_of_a_module_that_a_function_uses():
+    linear = nn.Sequential(nn.Linear(D, D, dtype=F64), nn.Dropout(0.5))
+    deq = gdeq.DEQ(lambda z, x: torch.tanh(0.3 * linear(z) + x), FEW)
+    model, x = nn.ModuleList([linear, deq]).eval(), torch.randn(6, D, dtype=F64)
+    deq(x)  # it holds still now
+    model.train()
+    with pytest.warns(UnsteadyCellWarning, match="It draws|Dropout"):
+        deq(x)
+
+
 def quiet_cases():
     x = torch.randn(5, 4, dtype=F64)
     weight = 0.2 * torch.randn(4, 4, dtype=F64)

@@ -136,8 +136,9 @@ class Watched:
         self.last: tuple[list[Tensor], list[Tensor]] | None = None
 
     def __call__(self, z: State) -> State:
+        graph = torch.is_grad_enabled()  # before f, which may leave it otherwise
         out = self.f(z)
-        if torch.is_grad_enabled():
+        if graph:
             self.last = _with_gradients(z), _with_gradients(out)
         return out
 

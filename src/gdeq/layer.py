@@ -255,8 +255,9 @@ class DEQ(nn.Module):
         autocast = torch.is_autocast_enabled(leaves[0].device.type)
         kinds = [(leaf.device, leaf.dtype) for leaf in leaves]
         several = len(leaves[0]) > 1  # one sample shows no coupling
-        mode = getattr(self.cell, "training", None), autocast, several, f.uses_slope
-        key = (id(self.cell), *mode, *kinds)
+        # A function's modules are in the layer's own mode, as a rule.
+        modes = self.training, getattr(self.cell, "training", None), autocast
+        key = (id(self.cell), *modes, several, f.uses_slope, *kinds)
         if key in self._examined:
             return False
         self._examined.add(key)
