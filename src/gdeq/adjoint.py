@@ -21,15 +21,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from gdeq.engine import Adjoint, Engine, Found
 from gdeq.gradients import Gradient, Implicit
-from gdeq.state import State, StateMap, StateSpace, full_precision
+from gdeq.state import State, StateMap, StateSpace, full_precision, versions
 from gdeq.tracing import blind, row_by_row, without_values
 
 THIRD = (
     "gdeq: a fixed point has first and second derivatives only; gdeq.Unrolled() and JFB(), "
     "which are approximate, have all"
+)
+CHANGED = (
+    "gdeq: solution.z was changed in place before the backward pass, which needs it; change a "
+    "copy, solution.z.clone()"
 )
 
 
@@ -40,11 +45,14 @@ class Link:
     gradient: Gradient
     engine: Engine
     found: Found = field(init=False)
+    versions: list[int | None] = field(init=False)  # of its z, which f's graph reads
     of_pass: int = -1  # the backward pass that `adjoint` belongs to
     adjoint: Adjoint | None = None  # what that pass made of v, until Jᵀw arrives
 
     def cotangents(self, v: list[Tensor], vjp: Product) -> list[Tensor]:
         """What the output node makes of ∂ℓ/∂z: w, in the tensors of f(z)."""
+        if self.versions != self.versions_now():
+            raise RuntimeError(CHANGED)
         # Without VJPs w may be differentiated as it is made, if autograd is on.
         unseen = without_values(v)
         with blind(unseen), torch.no_grad() if vjp.usable else contextlib.nullcontext():
@@ -69,6 +77,9 @@ class Link:
                     if record.length is None:  # the weight of what was just measured
                         record.length = made.length()
         return [None for _ in products]
+
+    def versions_now(self) -> list[int | None]:
+        return versions(pytree.tree_leaves(self.found.solution.z))
 
     @property
     def awaiting(self) -> Adjoint | None:
@@ -109,6 +120,7 @@ class Evaluation:
         if not gradient.needs.inverse or solution.secants is not None:
             solution = replace(solution, inverse=None)
         self.link.found = Found(solution, space, inside=found.inside)
+        self.link.versions = self.link.versions_now()
         given = found.output
         if given is None:
             given = space.copies(space.leaves(found.solution.z, "z", cast=False))

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
+from gdeq.options import describe
+
 
 class _Open(threading.local):
     """The holds that are open in this thread, the outermost first: a solve belongs to one."""
@@ -221,6 +223,11 @@ def weight_norm(module: nn.Module, name: str = "weight", dim: int = 0) -> nn.Mod
         ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
     """
     _check_tensor(module, name)
+    if parametrize.is_parametrized(module, name):
+        raise ValueError(
+            f"{type(module).__name__}.{name} is normalised or parametrized already; remove that "
+            "first, a norm with gdeq.remove_norm(module)"
+        )
     parametrize.register_parametrization(module, name, _WeightNorm(dim), unsafe=True)
     return module
 
@@ -244,6 +251,8 @@ def spectral_norm(
         '0.90'
     """
     _check_tensor(module, name)
+    if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not 0 < bound < torch.inf:
+        raise ValueError(f"the bound of a spectral norm must be above 0, got {bound!r}")
     parametrizations.spectral_norm(module, name, iterations)
     if bound != 1:
         parametrize.register_parametrization(module, name, _Times(bound))
@@ -274,6 +283,7 @@ def apply_norm(
         >>> gdeq.apply_norm(cell, gdeq.spectral_norm, where=lambda path, layer: path != "0")
         ['2']
     """
+    check_module("gdeq.apply_norm", module)
     found = []
     for path, layer in list(module.named_modules()):
         fits = isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd))
@@ -297,6 +307,7 @@ def remove_norm(
         >>> gdeq.remove_norm(cell)
         ['0.weight']
     """
+    check_module("gdeq.remove_norm", module)
     found = []
     norms = (_WeightNorm, parametrizations._WeightNorm, parametrizations._SpectralNorm)
     for path, layer in list(module.named_modules()):
@@ -309,7 +320,16 @@ def remove_norm(
     return found
 
 
+def check_module(who: str, module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{who} takes a module, got {describe(module)}; of a function, give it the "
+            "modules that the function uses"
+        )
+
+
 def _check_tensor(module: nn.Module, name: str) -> None:
+    check_module("a norm", module)
     if isinstance(getattr(module, name, None), Tensor):
         return
     layers = [

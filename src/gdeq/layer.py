@@ -353,8 +353,10 @@ def mixed_start(
         >>> 20 < (z0 == 0).all(1).sum() < 80  # about half of the samples start at zero
         tensor(True)
     """
-    first = pytree.tree_leaves(z0)[0]
-    noisy = torch.rand(len(first), generator=generator, device=first.device) < share
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be from 0 to 1, got {share!r}")
+    space = StateSpace(z0)
+    noisy = torch.rand(space.batch, generator=generator, device=space.device) < share
 
     def mix(leaf: Tensor) -> Tensor:
         noise = torch.empty_like(leaf).normal_(std=scale, generator=generator)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize, remove_spectral_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from gdeq.holding import Held, VariationalDropout, once_per_solve, spectral_norm
+from gdeq.holding import Held, VariationalDropout, check_module, once_per_solve, spectral_norm
 
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -33,6 +33,7 @@ def steady(module: nn.Module) -> list[str]:
         >>> print(*gdeq.steady(cell))
         1: Dropout(p=0.1, inplace=False) became VariationalDropout(p=0.1, channelwise=False)
     """
+    check_module("gdeq.steady", module)
     done = []
     for path, owner in list(module.named_modules()):
         for name, part in list(owner.named_children()):
