@@ -51,6 +51,20 @@ ROWS = (
     Row("meta device, `FakeTensorMode`", "yes, shapes of states and gradients", "export: shapes"),
     Row("dataclass and NamedTuple states", "NamedTuples as they are; dataclasses after "
         "`torch.export.register_dataclass`", "state: dataclass or round_trip"),
+    Row("inputs by keyword, tuples and dicts of tensors", "yes, a solve starts from zeros like "
+        "them", "layer: named_and_nested"),
+    Row("train and eval mode", "`DEQ(cell, eval_solver=...)`; for one call "
+        "`deq(x, solver=..., gradient=...)`", "layer: one_for_evaluation"),
+    Row("weight and spectral norm", "`gdeq.apply_norm(module, norm, where)`, once per solve; "
+        "`gdeq.remove_norm`", "holding: norm"),
+    Row("dropout", "`gdeq.VariationalDropout`, of channels or `shared` along dimensions; "
+        "`gdeq.steady(cell)` puts it in place", "holding: dropout or mask or steady"),
+    Row("starts of zeros and noise", "`deq(x, z0=gdeq.mixed_start(z0, share=0.5))`",
+        "layer: zeros_and_noise"),
+    Row("`copy.deepcopy`, `pickle`, `state_dict`", "yes, without the record of the last call",
+        "layer: copies or state_dict"),
+    Row("DDP, FSDP2", "yes; a cell that is sharded on its own stops its solves on all processes "
+        "together", "distributed: "),
     Row("intermediate states", "`deq.trajectory(x, at=[6, 12])`, each with the layer's gradient",
         "fixed_point: way or trajectory"),
     Row("autocast", "yes, the solver's algebra stays in float32", "precision: "),

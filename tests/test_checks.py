@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import batch_norm, dropout
+from torch.utils.checkpoint import checkpoint
 
 import gdeq
 import gdeq.layer
 from cells import F64, Cell, assert_same, data, every_gradient
-from gdeq import Broyden, ConvergenceWarning, CoupledSamplesWarning, UnsteadyCellWarning
+from gdeq import JFB, Broyden, ConvergenceWarning, CoupledSamplesWarning, UnsteadyCellWarning
 from gdeq.context import blind, values_are_there
 
 D = 16
@@ -130,6 +131,98 @@ def test_the_checks_come_again_when_the_cell_changes():
     assert checked() == 0
     deq.cell = UNSTEADY["functional"][0]
     with pytest.warns(UnsteadyCellWarning):
+        deq(x)
+
+
+class Detached(Cell):
+    """A cell whose z is hidden from autograd, in all of its output or in a part."""
+
+    def __init__(self, change):
+        super().__init__(D)
+        self.change = change
+
+    def forward(self, z, x):
+        return self.change(super().forward, z, x)
+
+
+@torch.no_grad()
+def without(cell, z, x):
+    return cell(z, x)
+
+
+DETACHED = {
+    "detach": lambda cell, z, x: cell(z.detach(), x),
+    "data": lambda cell, z, x: cell(z.data, x),
+    "no_grad": without,
+    "numpy": lambda cell, z, x: x + torch.from_numpy(0.5 * z.detach().numpy()),
+}
+USES_SLOPE = [gdeq.GDEQ(refine=1), gdeq.Implicit(), gdeq.NPG(2), gdeq.Unrolled(3)]
+
+
+@pytest.mark.parametrize("change", DETACHED.values(), ids=DETACHED)
+@pytest.mark.parametrize("gradient", USES_SLOPE, ids=lambda gradient: type(gradient).__name__)
+@pytest.mark.parametrize("batch", [1, 6])
+def test_a_cell_that_hides_z_from_autograd(change, gradient, batch):
+    x = torch.randn(batch, D, dtype=F64, requires_grad=True)
+    deq, calls = gdeq.DEQ(Detached(change), Broyden(18, 1e-6), gradient), []
+    deq.cell.register_forward_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        deq(x)  # no gradient is lost here
+    calls.clear()
+    with pytest.warns(gdeq.DetachedCellWarning, match=r"Detached depends on z.*gdeq.JFB\(\)"):
+        deq(x)
+    told = len(calls)
+    deq(x)
+    assert told - (len(calls) - told) == 3  # once
+
+
+@pytest.mark.parametrize("gradient", [JFB(), gdeq.GDEQ()], ids=str)
+def test_a_gradient_that_does_not_use_the_slope_may_be_given_a_detached_z(gradient):
+    x = torch.randn(6, D, dtype=F64, requires_grad=True)
+    found = []
+    for change in (DETACHED["detach"], lambda cell, z, x: cell(z, x)):
+        torch.manual_seed(0)
+        deq = gdeq.DEQ(Detached(change), Broyden(18, 1e-6), gradient)
+        found.append(torch.autograd.grad(deq(x).sum(), [x, *deq.cell.inner.parameters()]))
+    assert_same(*found)
+    with pytest.warns(gdeq.DetachedCellWarning, match="missing altogether"):
+        gdeq.DEQ(Detached(without), FEW, gradient)(x)
+
+
+ATTACHED = {
+    "a part": lambda cell, z, x: cell(z, x) + 0.1 * z.detach(),
+    "one tensor of it": lambda cell, z, x: cell(torch.cat([z[:, :1].detach(), z[:, 1:]], 1), x),
+    "constant": lambda cell, z, x: cell(torch.zeros_like(z), x),
+    "constant under no_grad": lambda cell, z, x: without(cell, torch.zeros_like(z), x),
+    "checkpoint": lambda cell, z, x: checkpoint(cell, z, x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("change", ATTACHED.values(), ids=ATTACHED)
+@pytest.mark.parametrize("gradient", [*USES_SLOPE, JFB()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("batch", [1, 6])
+def test_no_false_alarm_of_a_hidden_z(change, gradient, batch):
+    deq, calls = gdeq.DEQ(Detached(change), FEW, gradient), []
+    deq.cell.register_forward_hook(lambda *_: calls.append(1))
+    for x in torch.randn(2, batch, D, dtype=F64).unbind():
+        calls.append(0)
+        deq(x)
+    assert calls.index(0, 1) - (len(calls) - calls.index(0, 1)) == 2
+
+
+def test_a_cell_that_leaves_autograd_off():
+    deq = gdeq.DEQ(Detached(lambda cell, z, x: (torch.set_grad_enabled(False), cell(z, x))[1]), FEW)
+    with torch.enable_grad(), pytest.warns(gdeq.DetachedCellWarning):
+        deq(torch.randn(6, D, dtype=F64))
+
+
+def test_the_mode_of_a_module_that_a_function_uses():
+    linear = nn.Sequential(nn.Linear(D, D, dtype=F64), nn.Dropout(0.5))
+    deq = gdeq.DEQ(lambda z, x: torch.tanh(0.3 * linear(z) + x), FEW)
+    model, x = nn.ModuleList([linear, deq]).eval(), torch.randn(6, D, dtype=F64)
+    deq(x)  # it holds still now
+    model.train()
+    with pytest.warns(UnsteadyCellWarning, match="It draws|Dropout"):
         deq(x)
 
 

@@ -192,5 +192,7 @@ def test_a_trajectory_outside_the_solve():
         gdeq.trajectory(torch.cos, x, at=[5], solver=gdeq.Broyden(max_iter=4))
     with pytest.raises(ValueError, match="at least 1"):
         gdeq.trajectory(torch.cos, x, at=[0])
+    with pytest.raises(TypeError, match=r"at must be a list of steps, such as \[3\]"):
+        gdeq.trajectory(torch.cos, x, at=3)
     with pytest.raises(ValueError, match="needs a solver"):
         gdeq.DEQ(torch.add, None, gdeq.Unrolled(2)).trajectory(x, at=[1])

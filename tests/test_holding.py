@@ -330,6 +330,29 @@ def test_weight_norm_of_what_is_not_there_names_what_is():
         gdeq.weight_norm(nn.Tanh())
 
 
+def test_a_weight_is_normalised_once():
+    linear = gdeq.weight_norm(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"Linear.weight is normalised .* gdeq.remove_norm"):
+        gdeq.weight_norm(linear)
+    gdeq.remove_norm(linear)
+    gdeq.weight_norm(linear)
+
+
+@pytest.mark.parametrize("bound", [0, -1.0, float("nan"), float("inf"), True, "1"])
+def test_a_bound_that_is_none(bound):
+    with pytest.raises(ValueError, match="bound of a spectral norm must be above 0"):
+        gdeq.spectral_norm(nn.Linear(2, 2), bound=bound)
+
+
+TAKES_A_MODULE = [gdeq.steady, gdeq.apply_norm, gdeq.remove_norm, gdeq.weight_norm]
+
+
+@pytest.mark.parametrize("call", [*TAKES_A_MODULE, gdeq.spectral_norm, gdeq.fixed_steps])
+def test_what_is_no_module(call):
+    with pytest.raises(TypeError, match=r"takes a module, got .*; of a function, give it the mod"):
+        call(lambda z, x: z)
+
+
 # --- whole modules --------------------------------------------------------------------------------
 
 

@@ -189,6 +189,20 @@ def test_repr_and_hooks(device):
     assert seen == [(3, 4)]
 
 
+@every_gradient
+def test_a_record_that_is_changed_before_the_backward_pass(device, gradient):
+    deq, x = layer(device, gradient), data(device, 3, 4)
+    z = deq(x)
+    if deq.solution.inverse is None and isinstance(gradient, Unrolled):
+        return  # its record is a copy
+    deq.solution.z.zero_()
+    with pytest.raises(RuntimeError, match=r"changed in place.*solution.z.clone\(\)"):
+        z.sum().backward()
+    z = deq(x)
+    z.sum().backward()
+    deq.solution.z.zero_()  # now it may be
+
+
 # --- one system, two uses, threads ----------------------------------------------------------------
 
 
@@ -307,6 +321,14 @@ def test_threads_have_records_and_masks_of_their_own():
 
 
 # --- what is wrong with a cell --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5])
+def test_a_share_that_is_none(share):
+    with pytest.raises(ValueError, match="share must be from 0 to 1"):
+        gdeq.mixed_start(torch.zeros(2, 3), share)
+    with pytest.raises(gdeq.StateError, match=r"z0 has dtype torch\.int64"):
+        gdeq.mixed_start(torch.zeros(2, 3).long())
 
 
 @pytest.mark.parametrize("cell", [None, 3, "cell", torch.zeros(2), nn.Linear], ids=str)

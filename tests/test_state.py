@@ -223,6 +223,11 @@ BAD_STATES = {
 BAD_TYPES = {
     "integer": (X.long(), ["z0 has dtype torch.int64", "floating point", "z0.float()"]),
     "boolean": (X.bool(), ["z0 has dtype torch.bool", "floating point"]),
+    "eight bits": (X.to(torch.float8_e4m3fn), ["z0 has dtype torch.float8_e4m3fn", "z0.float()"]),
+    "nested": (
+        torch.nested.nested_tensor([X, X[:1]], layout=torch.jagged),
+        ["z0 is a nested tensor", "samples of one shape"],
+    ),
     "sparse": (X.to_sparse(), ["z0 is sparse", "z0.to_dense()"]),
     "complex": (X + 0j, ["z0 has dtype torch.complex64", "view_as_real"]),
     "a part": ([X, X.int()], ["z0[1] has dtype torch.int32"]),
@@ -252,6 +257,12 @@ def test_bad_z0(call, name):
     for word in words:
         assert word in str(error.value)
     assert not calls  # noticed before f runs
+
+
+@pytest.mark.parametrize("call", [gdeq.solve, gdeq.fixed_point, gdeq.spectral_radius])
+def test_what_is_no_function(call):
+    with pytest.raises(TypeError, match="f must be callable, a function of the state, got 3"):
+        call(3, X)
 
 
 # --- what f must not do ---------------------------------------------------------------------------

@@ -3,7 +3,12 @@
 from typing import Any
 
 import gdeq._command  # noqa: F401 (first: torch takes a second)
-from gdeq.checks import ConvergenceWarning, CoupledSamplesWarning, UnsteadyCellWarning
+from gdeq.checks import (
+    ConvergenceWarning,
+    CoupledSamplesWarning,
+    DetachedCellWarning,
+    UnsteadyCellWarning,
+)
 from gdeq.context import hold
 from gdeq.export import fixed_steps
 from gdeq.fixed_point import fixed_point, solve, trajectory
@@ -36,6 +41,7 @@ __all__ = [
     "CaptureWarning",
     "ConvergenceWarning",
     "CoupledSamplesWarning",
+    "DetachedCellWarning",
     "Gradient",
     "Implicit",
     "Measured",

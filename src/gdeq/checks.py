@@ -1,4 +1,4 @@
-"""Whether a cell fits a solve: the same function at every evaluation, of independent samples.
+"""Whether a cell fits a solve: one function, of independent samples, that autograd can follow.
 
 `DEQ` checks this after its first call, at the z that was found: two evaluations of f, and a third
 if the second differs.  PyTorch's and Python's random generators and the buffers of the cell's
@@ -12,11 +12,13 @@ import functools
 import inspect
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
 
 from gdeq.context import eager
 from gdeq.operators import safe_norms
@@ -49,6 +51,19 @@ class CoupledSamplesWarning(UserWarning):
     """
 
 
+class DetachedCellWarning(UserWarning):
+    """The cell depends on z in a way that autograd cannot follow, so its gradients lack that part.
+
+    Examples:
+        >>> import torch, gdeq, warnings
+        >>> with warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("always")
+        ...     z = gdeq.DEQ(lambda z, x: torch.tanh(z.detach() / 2 + x))(torch.randn(5, 3))
+        >>> told[0].category.__name__
+        'DetachedCellWarning'
+    """
+
+
 class ConvergenceWarning(UserWarning):
     """Most samples do not converge.
 
@@ -70,6 +85,12 @@ COUPLED = (
     "takes the first dimension of a state for a batch of independent systems. For one system "
     "without a batch (a graph or set as (nodes, d), a grid) use DEQ(cell, batched=False); replace "
     "batch norm with nn.GroupNorm; if the state is (length, batch, d), put the batch first"
+)
+DETACHED = (
+    "autograd does not see that {cell} depends on z: another z changed f by up to {by:.2g} of its "
+    "size, but no graph leads back from f(z), so gradients lack ∂f/∂z or are missing altogether. "
+    "Look in the cell for z.detach(), z.data, torch.no_grad() and NumPy; to leave out ∂f/∂z on "
+    "purpose, use gradient=gdeq.JFB()"
 )
 UNSTEADY = (
     "{cell} changes between evaluations, so its solve may not converge: two evaluations at the "
@@ -107,8 +128,58 @@ def process_groups(cell: object) -> tuple[Any, ...]:
     return next((tuple(mesh.get_all_groups()) for mesh in meshes), ())
 
 
-def examine(f: StateMap, z: State, cell: object, tol: float) -> Warning | None:
-    """What is wrong with f as the map of a solve, from its values at z and beside it."""
+class Watched:
+    """The user's f; keeps what its last evaluation with gradients took and returned."""
+
+    def __init__(self, f: Callable[[State], State]) -> None:
+        self.f = f
+        self.last: tuple[list[Tensor], list[Tensor]] | None = None
+
+    def __call__(self, z: State) -> State:
+        graph = torch.is_grad_enabled()  # before f, which may leave it otherwise
+        out = self.f(z)
+        if graph:
+            self.last = _with_gradients(z), _with_gradients(out)
+        return out
+
+    @property
+    def uses_slope(self) -> bool | None:
+        """Whether the gradient uses ∂f/∂z; None without gradients."""
+        return None if self.last is None else bool(self.last[0])
+
+    def follows(self, cell: object) -> bool:
+        """Whether the graph of that evaluation leads from f(z) back to z, if it should."""
+        if self.last is None:
+            return True
+        z, out = self.last
+        if not z:  # is there one of the weights?
+            weights = (weight for module in modules_of(cell) for weight in module.parameters())
+            return bool(out) or not any(weight.requires_grad for weight in weights)
+        ends = {get_gradient_edge(leaf).node for leaf in z}
+        seen: set[Any] = set()
+        ahead: list[Any] = [get_gradient_edge(leaf).node for leaf in out]
+        while ahead:
+            node = ahead.pop()
+            if node in ends:
+                return True
+            if node is not None and node not in seen:
+                seen.add(node)
+                ahead += [each for each, _ in node.next_functions]
+        return False
+
+
+def _with_gradients(state: State) -> list[Tensor]:
+    leaves = pytree.tree_leaves(state)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def examine(
+    f: StateMap, z: State, cell: object, tol: float, follows: bool = True
+) -> Warning | None:
+    """What is wrong with f as the map of a solve, from its values at z and beside it.
+
+    follows: whether autograd says that f depends on z.
+    """
     space, modules = f.space, modules_of(cell)
     name = type(cell).__name__ if isinstance(cell, nn.Module) else "the cell"
     half = f.precision >= torch.finfo(torch.float16).eps
@@ -118,7 +189,10 @@ def examine(f: StateMap, z: State, cell: object, tol: float) -> Warning | None:
     # masks fit and kernels round alike.
     moved = torch.rand(space.batch, generator=torch.Generator().manual_seed(1)) < 0.5
     moved[0], moved[-1] = True, False
+    if not follows:  # then no sample should notice
+        moved[:] = True
     moved = moved.to(space.device)
+    still = ~moved if follows else moved
     here = space.leaves(z, "z", cast=False)
     beside = space.copies(here)
     for leaf, other in zip(here, beside, strict=True):
@@ -126,20 +200,22 @@ def examine(f: StateMap, z: State, cell: object, tol: float) -> Warning | None:
         other[moved] = (0.5 * leaf.roll(1, 0) + offset)[moved]
     with torch.no_grad(), _unnoticed(space.device, modules) as buffers:
         first = space.join(f.leaves(here))
-        coupled = _difference(first, space.join(f.leaves(beside)), ~moved)
-        if coupled <= limit:
+        changes = _difference(first, space.join(f.leaves(beside)), still)
+        if changes <= limit:
             return None
         with _watching(modules, space.device) as draws:
             unsteady = _difference(first, space.join(f.leaves(here)))
-        changed = [
+        moving = [
             f"{type(owner).__name__} changes its buffer {key} at every evaluation"
             for owner, key, buffer in buffers
             if not torch.equal(buffer, owner._buffers[key])  # type: ignore[arg-type]
         ]
     if unsteady <= limit:
-        told = COUPLED.format(cell=name, by=coupled)
+        if not follows:
+            return DetachedCellWarning(DETACHED.format(cell=name, by=changes))
+        told = COUPLED.format(cell=name, by=changes)
         return CoupledSamplesWarning(told) if space.batch > 1 else None
-    why = changed[0] if changed else "It seems to keep something from one evaluation to the next"
+    why = moving[0] if moving else "It seems to keep something from one evaluation to the next"
     if draws:  # the innermost part that does comes first
         why = DRAWS.format(who=draws[0])
     return UnsteadyCellWarning(UNSTEADY.format(cell=name, by=unsteady, why=why))

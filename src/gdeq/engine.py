@@ -30,6 +30,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from gdeq import loop
 from gdeq.context import blind, here, is_traced, row_by_row, together, without_values
@@ -38,11 +39,15 @@ from gdeq.operators import StateInverse, relative, safe_norms
 from gdeq.options import describe
 from gdeq.solution import Cotangent, Solution
 from gdeq.solvers.base import Solver, System
-from gdeq.state import State, StateMap, StateSpace, Vectorized, full_precision
+from gdeq.state import State, StateMap, StateSpace, Vectorized, full_precision, versions
 
 THIRD = (
     "gdeq: a fixed point has first and second derivatives only; gdeq.Unrolled() and JFB(), "
     "which are approximate, have all"
+)
+CHANGED = (
+    "gdeq: solution.z was changed in place before the backward pass, which needs it; change a "
+    "copy, solution.z.clone()"
 )
 
 # ---- what crosses the seam
@@ -314,11 +319,14 @@ class Link:
     gradient: Gradient
     engine: Engine
     found: Found = field(init=False)
+    versions: list[int | None] = field(init=False)  # of its z, which f's graph reads
     of_pass: int = -1  # the backward pass that `adjoint` belongs to
     adjoint: Adjoint | None = None  # what that pass made of v, until Jᵀw arrives
 
     def cotangents(self, v: list[Tensor], vjp: Product) -> list[Tensor]:
         """What the output node makes of ∂ℓ/∂z: w, in the tensors of f(z)."""
+        if self.versions != self.versions_now():
+            raise RuntimeError(CHANGED)
         # Without VJPs w may be differentiated as it is made, if autograd is on.
         unseen = without_values(v)
         with blind(unseen), torch.no_grad() if vjp.usable else contextlib.nullcontext():
@@ -343,6 +351,9 @@ class Link:
                     if record.length is None:  # the weight of what was just measured
                         record.length = made.length()
         return [None for _ in products]
+
+    def versions_now(self) -> list[int | None]:
+        return versions(pytree.tree_leaves(self.found.solution.z))
 
     @property
     def awaiting(self) -> Adjoint | None:
@@ -383,6 +394,7 @@ class Evaluation:
         if not gradient.needs.inverse or solution.secants is not None:
             solution = replace(solution, inverse=None)
         self.link.found = Found(solution, space, inside=found.inside)
+        self.link.versions = self.link.versions_now()
         given = found.output
         if given is None:
             given = space.copies(space.leaves(found.solution.z, "z", cast=False))

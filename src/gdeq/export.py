@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gdeq.gradients import Unrolled
+from gdeq.holding import check_module
 from gdeq.layer import DEQ
 from gdeq.options import count_of
 from gdeq.state import State
@@ -57,6 +58,7 @@ def fixed_steps(model: M, steps: int | None = None) -> M:
     """
     if steps is not None:
         count_of("steps", steps, 1)
+    check_module("gdeq.fixed_steps", model)
     layers = [module for module in model.modules() if isinstance(module, DEQ)]
     if not layers:
         raise ValueError(f"{type(model).__name__} holds no gdeq.DEQ")

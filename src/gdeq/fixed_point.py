@@ -140,6 +140,8 @@ def find_all(
     check_pair(solver, gradient)
     if solver is None:
         raise ValueError("a trajectory needs a solver; without one, call f in a loop yourself")
+    if isinstance(at, int):
+        raise TypeError(f"at must be a list of steps, such as [{at}], got {at}")
     for step in at:
         count_of("a step of a trajectory", step, 1)
         if step > solver.max_iter:

@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, remove_spectral_norm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from gdeq.context import Held
+from gdeq.options import describe
 
 
 class VariationalDropout(Held):
@@ -121,6 +122,11 @@ def weight_norm(module: nn.Module, name: str = "weight", dim: int = 0) -> nn.Mod
         ['bias', 'parametrizations.weight.original0', 'parametrizations.weight.original1']
     """
     _check_tensor(module, name)
+    if parametrize.is_parametrized(module, name):
+        raise ValueError(
+            f"{type(module).__name__}.{name} is normalised or parametrized already; remove that "
+            "first, a norm with gdeq.remove_norm(module)"
+        )
     parametrize.register_parametrization(module, name, _WeightNorm(dim), unsafe=True)
     once_per_solve(module, name)
     return module
@@ -145,6 +151,8 @@ def spectral_norm(
         '0.90'
     """
     _check_tensor(module, name)
+    if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not 0 < bound < torch.inf:
+        raise ValueError(f"the bound of a spectral norm must be above 0, got {bound!r}")
     parametrizations.spectral_norm(module, name, iterations)
     if bound != 1:
         parametrize.register_parametrization(module, name, _Times(bound))
@@ -175,6 +183,7 @@ def apply_norm(
         >>> gdeq.apply_norm(cell, gdeq.spectral_norm, where=lambda path, layer: path != "0")
         ['2']
     """
+    check_module("gdeq.apply_norm", module)
     found = []
     for path, layer in list(module.named_modules()):
         fits = isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd))
@@ -198,6 +207,7 @@ def remove_norm(
         >>> gdeq.remove_norm(cell)
         ['0.weight']
     """
+    check_module("gdeq.remove_norm", module)
     found = []
     norms = (_WeightNorm, parametrizations._WeightNorm, parametrizations._SpectralNorm)
     for path, layer in list(module.named_modules()):
@@ -210,7 +220,16 @@ def remove_norm(
     return found
 
 
+def check_module(who: str, module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{who} takes a module, got {describe(module)}; of a function, give it the "
+            "modules that the function uses"
+        )
+
+
 def _check_tensor(module: nn.Module, name: str) -> None:
+    check_module("a norm", module)
     if isinstance(getattr(module, name, None), Tensor):
         return
     layers = [
@@ -248,6 +267,7 @@ def steady(module: nn.Module) -> list[str]:
         >>> print(*gdeq.steady(cell))
         1: Dropout(p=0.1, inplace=False) became VariationalDropout(p=0.1, channelwise=False)
     """
+    check_module("gdeq.steady", module)
     done = []
     for path, owner in list(module.named_modules()):
         at = f"{path}." if path else ""

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gdeq.checks import ConvergenceWarning, UnsteadyCellWarning, examine, process_groups
+from gdeq.checks import (
+    ConvergenceWarning,
+    DetachedCellWarning,
+    UnsteadyCellWarning,
+    Watched,
+    examine,
+    process_groups,
+)
 from gdeq.context import hold_all, is_traced, together, uncompiled, values_are_there
 from gdeq.fixed_point import check_pair, find, find_all
 from gdeq.gradients import DEFAULT, JFB, Gradient
@@ -56,8 +63,9 @@ class DEQ(nn.Module):
     ``solution`` is the record of the last call in this thread.  Its z is detached.  It keeps the
     solver's inverse in memory until the next call.
 
-    The first call, and the first with another cell, mode, device or dtype, evaluates f twice more
-    to check that it stays the same function and treats samples independently, and warns if not.
+    The first call, and the first with another cell, mode, device or dtype, or with gradients that
+    use ∂f/∂z, evaluates f twice more to check that it stays the same function, treats samples
+    independently and does not hide z from autograd, and warns if not.
     If most samples keep failing to converge, the layer warns once; ``deq.warns = False`` switches
     that off.
 
@@ -184,6 +192,9 @@ class DEQ(nn.Module):
             gradient = JFB()  # none is computed, so any solver will do
         if self._reentrant == id(self.cell):
             f = functools.partial(_through_z, f)
+        watched = Watched(f)
+        if examine and not is_traced():
+            f = watched
         distributed = torch.distributed
         if not self._groups and distributed.is_available() and distributed.is_initialized():
             self._groups = process_groups(self.cell)
@@ -201,7 +212,8 @@ class DEQ(nn.Module):
                 if values_are_there(leaves):
                     self._look_at_convergence(solution, solver)
                     if examine:
-                        again = self._examine(f, solution.z, leaves, solver.tol)
+                        again = self._examine(watched, solution.z, leaves, solver.tol)
+        watched.last = None  # its graph belongs to the caller
         if again:
             return self._solve(*given)
         if not is_traced():  # else the record would outlive what its tensors stand for
@@ -234,14 +246,14 @@ class DEQ(nn.Module):
 
     # ---- what is told
 
-    def _examine(
-        self, f: Callable[[State], State], z: State, leaves: list[Tensor], tol: float
-    ) -> bool:
+    def _examine(self, f: Watched, z: State, leaves: list[Tensor], tol: float) -> bool:
         """Once for a cell in one mode: does it fit a solve?  -> whether this one lost gradients"""
         autocast = torch.is_autocast_enabled(leaves[0].device.type)
         kinds = [(leaf.device, leaf.dtype) for leaf in leaves]
         several = len(leaves[0]) > 1  # one sample shows no coupling
-        key = (id(self.cell), getattr(self.cell, "training", None), autocast, several, *kinds)
+        # A function's modules are in the layer's own mode, as a rule.
+        modes = self.training, getattr(self.cell, "training", None), autocast
+        key = (id(self.cell), *modes, several, f.uses_slope, *kinds)
         if key in self._examined:
             return False
         self._examined.add(key)
@@ -255,9 +267,11 @@ class DEQ(nn.Module):
         elif len(leaves[0]) and not self._groups:
             with warnings.catch_warnings(record=True) as said, contextlib.suppress(Exception):
                 warnings.simplefilter("always")  # a check must not end what works without it
-                told = examine(StateMap(StateSpace(z), f), z, self.cell, tol)
+                follows = f.follows(self.cell)
+                told = examine(StateMap(StateSpace(z), f.f), z, self.cell, tol, follows)
             if any(REENTRANT in str(each.message) for each in said):
                 self._reentrant = id(self.cell)
+                told = None if isinstance(told, DetachedCellWarning) else told  # mended by that
         if told is not None:
             warnings.warn(told, stacklevel=1)
         return self._reentrant == id(self.cell) and torch.is_grad_enabled()
@@ -335,8 +349,10 @@ def mixed_start(
         >>> 20 < (z0 == 0).all(1).sum() < 80  # about half of the samples start at zero
         tensor(True)
     """
-    first = pytree.tree_leaves(z0)[0]
-    noisy = torch.rand(len(first), generator=generator, device=first.device) < share
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be from 0 to 1, got {share!r}")
+    space = StateSpace(z0)
+    noisy = torch.rand(space.batch, generator=generator, device=space.device) < share
 
     def mix(leaf: Tensor) -> Tensor:
         noise = torch.empty_like(leaf).normal_(std=scale, generator=generator)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gdeq.options import count
+from gdeq.options import count, describe
 
 State = Any  # a tensor, or any nesting of tuples, lists and dicts of tensors
+DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
 Vectorized = Callable[[Tensor], Tensor]  # (batch, d) -> (batch, d)
 
 
@@ -47,10 +48,15 @@ class StateSpace:
             raise StateError("z0 holds no tensor; a state needs at least one")
         first_path, first = named[0]
         for path, leaf in named:
-            if not leaf.is_floating_point():
+            if leaf.dtype not in DTYPES:
                 raise StateTypeError(
                     f"{path} has dtype {leaf.dtype}; a state must be floating point "
                     "(use z0.float(), or torch.view_as_real for complex states)"
+                )
+            if leaf.is_nested:
+                raise StateTypeError(
+                    f"{path} is a nested tensor; a state has samples of one shape: pad them, "
+                    "use torch.nested.to_padded_tensor(z0, 0.0)"
                 )
             if leaf.layout != torch.strided:
                 raise StateTypeError(f"{path} is sparse; a state must be dense: use z0.to_dense()")
@@ -204,6 +210,8 @@ class StateMap:
     """
 
     def __init__(self, space: StateSpace, f: Callable[[State], State]) -> None:
+        if not callable(f):
+            raise TypeError(f"f must be callable, a function of the state, got {describe(f)}")
         self.space, self.f = space, f
         self.kind = space.device.type
         self.autocast_dtype = autocast_dtype(self.kind)
@@ -231,14 +239,14 @@ class StateMap:
 
     def leaves(self, z: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of f(z) for those of z."""
-        versions = _versions(z)
+        before = versions(z)
         with (
             torch.autocast(self.kind, dtype=self.autocast_dtype)
             if self.autocast_dtype
             else contextlib.nullcontext()
         ):
             out = self.f(self.space.state(z))
-        if versions != _versions(z):
+        if before != versions(z):
             raise StateError(
                 "f changed its argument z in place; the solver still needs it: use operations "
                 "that return a new tensor (nn.ReLU(inplace=False), z = z + ... for z += ...)"
@@ -246,7 +254,7 @@ class StateMap:
         return self.space.leaves(out, "f(z)", cast=self.autocast_dtype is not None)
 
 
-def _versions(leaves: Sequence[Tensor]) -> list[int | None]:
+def versions(leaves: Sequence[Tensor]) -> list[int | None]:
     """How often each was changed in place, where that is known."""
     if torch.compiler.is_compiling():
         return []

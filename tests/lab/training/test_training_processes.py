@@ -15,6 +15,7 @@ from training_runs import (
     PER_EPOCH,
     RICH,
     TINY,
+    assert_same_run,
     checkpoints,
     metrics,
     run_all,
@@ -141,6 +142,62 @@ def test_a_lost_process_is_told_and_the_same_command_goes_on(tmp_path, zygote, n
         run_all(zygote, tmp_path, 2, "train", *AGAIN, broken)
         assert said in (tmp_path / "log0").read_text()
     assert metrics(broken) == metrics(whole)
+
+
+DIES = """
+import os, signal, sys, time
+sys.path.insert(0, {tests!r})
+from training_runs import datasets, few
+from gdeq.lab.training.loop import Trainer
+from gdeq.__main__ import main
+
+one_step, steps = Trainer.one_step, iter(range(99))
+
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+victim = os.environ["RANK"] == "0"
+
+def dying(*args):
+    if first and victim and next(steps) == 4:
+        os.kill(os.getpid(), signal.SIGKILL)  # in the middle of the second epoch
+    return one_step(*args)
+
+if victim and not first:
+    time.sleep(3)  # the other must wait for it, not for the one that is gone
+datasets.load, Trainer.one_step = few, dying
+main()
+"""
+
+
+def test_torchrun_restarts_what_was_killed_and_nothing_is_lost(tmp_path, zygote):
+    """One restart is enough for one kill."""
+    script, whole, broken = (tmp_path / name for name in ("dies.py", "whole", "broken"))
+    script.write_text(DIES.format(tests=str(Path(__file__).parent)))
+    settings = [*RICH, "timeout_seconds=20"]
+    run_all(zygote, tmp_path, 2, "train", *settings, "--out", whole)
+    command = ["train", *settings, "--resume", "auto", "--out", broken]
+    done = subprocess.run(
+        [*TORCHRUN, "--max-restarts=1", script, *command],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "continuing at step" in done.stdout + done.stderr
+    assert_same_run(broken, whole)
+
+
+def test_processes_that_do_not_meet(tmp_path, gdeq, monkeypatch):
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**alone, "MASTER_PORT": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    code, said = gdeq("train", *TINY, "timeout_seconds=1", "--out", tmp_path / "run")
+    assert code == 1
+    assert "error: the 2 processes of this training did not meet within 1 seconds" in said
+    monkeypatch.delenv("MASTER_ADDR")
+    code, said = gdeq("train", *TINY, "timeout_seconds=1", "--out", tmp_path / "run")
+    assert (code, "start them with torchrun" in said) == (1, True), said
 
 
 def test_one_command_line_begins_and_goes_on(tmp_path, few_images, gdeq, monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from gdeq.lab.files import LabError
 
@@ -120,9 +121,23 @@ def start(device: str, timeout: float = 600.0) -> Process:
     if world_size == 1:
         return Process(chosen)
     if not dist.is_initialized():
-        backend = "nccl" if chosen.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        try:
+            _meet("nccl" if chosen.type == "cuda" else "gloo", timedelta(seconds=timeout))
+        except (RuntimeError, ValueError) as problem:
+            raise LabError(
+                f"the {world_size} processes of this training did not meet within {timeout:g} "
+                f"seconds (timeout_seconds); start them with torchrun: {problem}"
+            ) from problem
     return Process(chosen, dist.get_rank(), world_size)
+
+
+def _meet(backend: str, limit: timedelta) -> None:
+    store, rank, world_size = next(rendezvous("env://", timeout=limit))
+    # `torchrun` keeps its store when it restarts its processes, and in it the addresses of those
+    # that are gone.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt {attempt}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world_size)
 
 
 def stop() -> None:
