@@ -77,7 +77,10 @@ def frames() -> list[str]:
         # Above this frame: the cell's forward, and two of PyTorch's own for calling a module.
         stacks.append(list(_up_to(sys._getframe(4), inspect.unwrap(gdeq.DEQ.forward).__code__)))
 
-    training_step(seen)()
+    step = training_step(seen)
+    step()  # the first call of a layer also checks its cell
+    stacks.clear()
+    step()
     return stacks[0]
 
 

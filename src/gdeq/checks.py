@@ -142,11 +142,6 @@ class Watched:
             self.last = _with_gradients(z), _with_gradients(out)
         return out
 
-    @property
-    def uses_slope(self) -> bool | None:
-        """Whether the gradient uses ∂f/∂z; None without gradients."""
-        return None if self.last is None else bool(self.last[0])
-
     def follows(self, cell: object) -> bool:
         """Whether the graph of that evaluation leads from f(z) back to z, if it should."""
         if self.last is None:

@@ -192,9 +192,9 @@ class DEQ(nn.Module):
             gradient = JFB()  # none is computed, so any solver will do
         if self._reentrant == id(self.cell):
             f = functools.partial(_through_z, f)
-        watched = Watched(f)
-        if examine and not is_traced():
-            f = watched
+        kind = self._kind(z0, gradient) if examine and not is_traced() else None
+        watched = None if kind is None or kind in self._examined else Watched(f)
+        f = watched or f
         distributed = torch.distributed
         if not self._groups and distributed.is_available() and distributed.is_initialized():
             self._groups = process_groups(self.cell)
@@ -211,9 +211,11 @@ class DEQ(nn.Module):
                 leaves = pytree.tree_leaves(solution.z)
                 if values_are_there(leaves):
                     self._look_at_convergence(solution, solver)
-                    if examine:
+                    if watched is not None:
+                        self._examined.add(kind)
                         again = self._examine(watched, solution.z, leaves, solver.tol)
-        watched.last = None  # its graph belongs to the caller
+        if watched is not None:
+            watched.last = None  # its graph belongs to the caller
         if again:
             return self._solve(*given)
         if not is_traced():  # else the record would outlive what its tensors stand for
@@ -246,17 +248,19 @@ class DEQ(nn.Module):
 
     # ---- what is told
 
-    def _examine(self, f: Watched, z: State, leaves: list[Tensor], tol: float) -> bool:
-        """Once for a cell in one mode: does it fit a solve?  -> whether this one lost gradients"""
-        autocast = torch.is_autocast_enabled(leaves[0].device.type)
-        kinds = [(leaf.device, leaf.dtype) for leaf in leaves]
-        several = len(leaves[0]) > 1  # one sample shows no coupling
+    def _kind(self, z0: State, gradient: Gradient) -> tuple[object, ...]:
+        """What makes a call another one to the checks."""
+        leaves = [leaf for leaf in pytree.tree_leaves(z0) if isinstance(leaf, Tensor)]
         # A function's modules are in the layer's own mode, as a rule.
-        modes = self.training, getattr(self.cell, "training", None), autocast
-        key = (id(self.cell), *modes, several, f.uses_slope, *kinds)
-        if key in self._examined:
-            return False
-        self._examined.add(key)
+        modes = self.training, getattr(self.cell, "training", None)
+        grad = torch.is_grad_enabled()
+        several = any(len(leaf) > 1 for leaf in leaves if leaf.dim())  # one shows no coupling
+        autocast = [torch.is_autocast_enabled(leaf.device.type) for leaf in leaves[:1]]
+        kinds = [(leaf.device, leaf.dtype) for leaf in leaves]
+        return id(self.cell), *modes, several, grad, grad and gradient.needs.vjp, *autocast, *kinds
+
+    def _examine(self, f: Watched, z: State, leaves: list[Tensor], tol: float) -> bool:
+        """Does the cell fit a solve?  -> whether this one lost gradients"""
         parts = unsteady_parts(self.cell) if isinstance(self.cell, nn.Module) else []
         told: Warning | None = None
         if parts:
