@@ -39,8 +39,8 @@ ROWS = (
     Row("`torch.export`", "yes, every solver and any batch size; the program is for inference and "
         "does not need gdeq", "export: exported_model and not onnx"),
     Row("ONNX", "the same, by `torch.onnx.export`", "export: onnx"),
-    Row("`torch.jit.trace`", "no, raises an error: a trace would keep the number of steps of its "
-        "example", "export: trace"),
+    Row("`torch.jit.trace`, `script`", "no, raise an error: a trace would keep the number of steps "
+        "of its example", "export: trace or script"),
     Row("`torch.compile(model)`", "yes, except for the solve, which runs uncompiled; compile the "
         "cell with `deq.cell.compile()`", "compile: "),
     Row("`torch.compile(model, fullgraph=True)`", "after `gdeq.fixed_steps(model)`: inference, and "

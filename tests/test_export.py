@@ -126,6 +126,13 @@ def test_a_trace_would_keep_the_steps_of_its_example():
         torch.jit.trace(gdeq.DEQ(lambda z, x: 0.5 * z + x), torch.zeros(2, 3), check_trace=False)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_script_is_refused_in_a_sentence():
+    model = nn.Sequential(nn.Linear(3, 3), gdeq.DEQ(lambda z, x: 0.5 * z + x))
+    with pytest.raises(RuntimeError, match=r"torch\.jit\.script .* use torch\.export\.export"):
+        torch.jit.script(model)
+
+
 @pytest.mark.parametrize("gradient", [gdeq.GDEQ(refine=1), gdeq.Implicit(), gdeq.Unrolled(2)])
 @pytest.mark.parametrize("form", ["meta", "fake"])
 def test_shapes_without_values(form, gradient):

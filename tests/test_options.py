@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 
 import pytest
 
@@ -152,3 +152,10 @@ def test_every_option_has_a_wrong_type_and_every_class_an_unknown_name():
 def test_an_unknown_option_of_a_layer_names_the_nearest(wrong, says):
     with pytest.raises(TypeError, match=says):
         gdeq.DEQ(abs, **{wrong: None})
+
+
+def test_an_option_cannot_be_changed_and_says_what_to_do():
+    solver = gdeq.Broyden()
+    with pytest.raises(FrozenInstanceError, match=r"dataclasses\.replace\(this, tol=1e-05\)"):
+        solver.tol = 1e-5
+    assert replace(solver, tol=1e-5).tol == 1e-5

@@ -42,6 +42,7 @@ FROM_ZEROS = (
     "call deq(x, z0=...) or give the cell a method initial_state(x)"
 )
 
+EXPORT = "use torch.export.export, or torch.onnx.export with dynamo=True"
 # What PyTorch says of checkpoint(..., use_reentrant=True) where z is its only tensor.
 REENTRANT = "None of the inputs have requires_grad"
 
@@ -134,8 +135,7 @@ class DEQ(nn.Module):
         """
         if torch.jit.is_tracing():  # type: ignore[attr-defined]
             raise RuntimeError(
-                "gdeq: torch.jit.trace would keep the steps of this one input; use "
-                "torch.export.export, or torch.onnx.export with dynamo=True"
+                f"gdeq: torch.jit.trace would keep the steps of this one input; {EXPORT}"
             )
         from_zeros = z0 is None and not hasattr(self.cell, "initial_state")
         if z0 is None:
@@ -305,6 +305,12 @@ class DEQ(nn.Module):
         if self.eval_solver is not None:
             told += f", eval_solver={self.eval_solver}"
         return told if self.batched else f"{told}, batched=False"
+
+    def __prepare_scriptable__(self) -> Never:
+        """What `torch.jit.script` asks of every module that it comes to."""
+        raise RuntimeError(
+            f"gdeq: torch.jit.script does not know what a solve is made of; {EXPORT}"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # The record is of one call; copies and pickles of the layer start without it.

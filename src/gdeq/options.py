@@ -6,7 +6,7 @@ import difflib
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import FrozenInstanceError, dataclass, fields
 from typing import Any, TypeVar, dataclass_transform
 
 T = TypeVar("T")
@@ -33,7 +33,13 @@ def options(cls: type[T]) -> type[T]:
         check_names(made.__name__, kwargs, names)
         build(self, *args, **kwargs)
 
-    made.__init__ = checked
+    def frozen(self: Any, name: str, value: object) -> None:
+        raise FrozenInstanceError(
+            f"cannot assign to field {name!r}; make another one: "
+            f"dataclasses.replace(this, {name}={value!r})"
+        )
+
+    made.__init__, made.__setattr__ = checked, frozen
     return made
 
 
