@@ -18,7 +18,9 @@ torch.manual_seed(0)
 
 label = torch.arange(200) % 2
 angle = torch.pi * torch.rand(200)
-points = torch.stack([angle.cos() + label, (1 - 2 * label) * angle.sin() + label / 2], dim=1)
+across = angle.cos() + label
+up = (1 - 2 * label) * angle.sin() + label / 2
+points = torch.stack([across, up], dim=1)
 points += 0.08 * torch.randn_like(points)
 
 
@@ -71,7 +73,8 @@ for _ in range(25):
     steps.append(deq.solution.steps.max().item())
 
 right = (model(points).argmax(1) == label).float().mean().item()
-print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {100 * right:.0f} % of the points right")
+print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+print(f"{100 * right:.0f} % of the points right")
 
 # %% [test]
 assert losses[-1] < 0.3 < losses[0]
