@@ -104,8 +104,8 @@ with torch.no_grad():
     score = model(grid).softmax(1)[:, 1].reshape(80, 80).T
 
 figure, (left, right_side) = plt.subplots(1, 2, figsize=(7.2, 3.2))
-left.contourf(across, up, score, levels=11, cmap="RdBu", alpha=0.6)
-left.scatter(*points.T, c=label, cmap="RdBu", s=6, edgecolors="none")
+left.contourf(across, up, score, levels=11, cmap="coolwarm")
+left.scatter(*points.T, c=label, cmap="coolwarm", s=14, edgecolors="white", lw=0.5)
 left.set(title="what the model has learned", xticks=[], yticks=[])
 left.grid(False)
 right_side.plot(steps)

@@ -117,7 +117,7 @@ radius = torch.rand(60, generator=torch.manual_seed(2)).sqrt()
 place = torch.stack([radius * angle.cos() + 2.6 * side, radius * angle.sin()], dim=1)
 for i, j in adjacency.triu(1).nonzero().tolist():
     plt.plot(*place[[i, j]].T, color="#7d8590", lw=0.3, zorder=0)
-plt.scatter(*place.T, c=trust, cmap="RdBu", s=22, vmin=0, vmax=1)
+plt.scatter(*place.T, c=trust, cmap="coolwarm", s=22, vmin=0, vmax=1)
 ring = {"facecolors": "none", "edgecolors": "C2", "s": 70}
 plt.scatter(*place[known].T, **ring, label="label given")
 plt.axis("off")
