@@ -200,7 +200,9 @@ def relink(text: str, source: Path, staged: Path) -> str:
             shutil.copyfile(file, place)
         else:
             return f"[{title}]({REPOSITORY}{known}{anchor})"
-        return f"{image}[{title}]({os.path.relpath(place, staged.parent)}{anchor})"
+        link = f"({os.path.relpath(place, staged.parent)}{anchor})"
+        shown = f"![{title}]{link}" if image else title  # a figure leads to itself, at full size
+        return f"[{shown}]{link}"
 
     parts = CODE.split(text)
     return "".join(part if i % 2 else LINK.sub(lead, part) for i, part in enumerate(parts))

@@ -1,8 +1,9 @@
 """Build the sdist and the wheel, and check what `make package` promises.
 
 Built twice, they are equal byte for byte; `twine check` passes; they hold what they should and
-nothing else; the wheel works in an environment that has torch and nothing more.  On the page of a
-package registry the README has no files beside it, so its links lead into the repository.
+nothing else; the citation and the changelog know their version; the wheel works in an environment
+that has torch and nothing more.  On the page of a package registry the README has no files beside
+it, so its links lead into the repository.
 """
 
 from __future__ import annotations
@@ -68,6 +69,12 @@ def check_names(names: list[str], where: str) -> None:
         assert not unwanted, f"{where} holds {name}"
 
 
+def check_version(version: str) -> None:
+    lines = {"CITATION.cff": f"\nversion: {version}\n", "CHANGELOG.md": f"\n## [{version}] - "}
+    for name, line in lines.items():
+        assert line in (ROOT / name).read_text(), f"{name} lacks {version}"
+
+
 def main() -> None:
     work = ROOT / "build" / "package"
     first = build(copy(work / "source"), DIST)
@@ -80,6 +87,7 @@ def main() -> None:
     assert not LINK.search(held.read(metadata).decode()), "the README has relative links"
     with tarfile.open(sdist) as archive:
         check_names(archive.getnames(), "the sdist")
+    check_version(wheel.name.split("-")[1])
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
     try_bare(wheel)
     print(f"{wheel.name} and {sdist.name}: as they should be")

@@ -75,7 +75,7 @@ PIECES = {
     README: ["Anderson(max_iter"],
     DOCS / "index.md": ["class Cell"],
     GUIDES / "states.md": ["class TwoScales", "sol = "],
-    GUIDES / "solvers.md": ["for solver in", "Unrolled("],
+    GUIDES / "solvers.md": ["for kind in", "Unrolled("],
     GUIDES / "gradients.md": ["def weight_gradient"],
     GUIDES / "precision.md": ["torch.autocast"],
     GUIDES / "serving.md": ["gdeq.fixed_steps"],

@@ -18,7 +18,9 @@ torch.manual_seed(0)
 
 label = torch.arange(200) % 2
 angle = torch.pi * torch.rand(200)
-points = torch.stack([angle.cos() + label, (1 - 2 * label) * angle.sin() + label / 2], dim=1)
+across = angle.cos() + label
+up = (1 - 2 * label) * angle.sin() + label / 2
+points = torch.stack([across, up], dim=1)
 points += 0.08 * torch.randn_like(points)
 
 
@@ -71,7 +73,8 @@ for _ in range(25):
     steps.append(deq.solution.steps.max().item())
 
 right = (model(points).argmax(1) == label).float().mean().item()
-print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}, {100 * right:.0f} % of the points right")
+print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+print(f"{100 * right:.0f} % of the points right")
 
 # %% [test]
 assert losses[-1] < 0.3 < losses[0]
@@ -101,8 +104,8 @@ with torch.no_grad():
     score = model(grid).softmax(1)[:, 1].reshape(80, 80).T
 
 figure, (left, right_side) = plt.subplots(1, 2, figsize=(7.2, 3.2))
-left.contourf(across, up, score, levels=11, cmap="RdBu", alpha=0.6)
-left.scatter(*points.T, c=label, cmap="RdBu", s=6, edgecolors="none")
+left.contourf(across, up, score, levels=11, cmap="coolwarm")
+left.scatter(*points.T, c=label, cmap="coolwarm", s=14, edgecolors="white", lw=0.5)
 left.set(title="what the model has learned", xticks=[], yticks=[])
 left.grid(False)
 right_side.plot(steps)

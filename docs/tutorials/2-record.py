@@ -87,7 +87,8 @@ tries = {
 for name, solver in tries.items():
     found = gdeq.solve(cell(2.0), zeros, solver)
     plt.semilogy(found.trace[:, 0], label=name)
-    print(f"{name}: {int(found.converged.sum())} of 6 converged, {found.evals} evaluations of f")
+    converged = int(found.converged.sum())
+    print(f"{name}: {converged} of 6 converged, {found.evals} evaluations of f")
 plt.xlabel("solver step")
 plt.ylabel("residual of sample 0")
 plt.legend()

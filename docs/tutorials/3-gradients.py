@@ -34,7 +34,8 @@ v = torch.tensor([[1.0, 0.0]])  # the loss is the first entry of z
 # %%
 def gradient_by(method, solver=None):
     solver = solver or gdeq.Broyden(max_iter=10, tol=1e-12)
-    solution = gdeq.fixed_point(lambda z: z @ A.T + x, torch.zeros(1, 2), solver, method)
+    z0 = torch.zeros(1, 2)
+    solution = gdeq.fixed_point(lambda z: z @ A.T + x, z0, solver, method)
     (w,) = torch.autograd.grad((solution.z * v).sum(), x)
     return solution, w
 
@@ -78,7 +79,10 @@ inputs, slope = torch.randn(8, d), torch.randn(8, d)
 
 def gradient_of(method):
     solution = gdeq.fixed_point(
-        lambda z: torch.tanh(z @ B.T + inputs), torch.zeros(8, d), gdeq.Broyden(18, 1e-6), method
+        lambda z: torch.tanh(z @ B.T + inputs),
+        z0=torch.zeros(8, d),
+        solver=gdeq.Broyden(18, 1e-6),
+        gradient=method,
     )
     (grad,) = torch.autograd.grad((solution.z * slope).sum(), B)
     return grad
@@ -96,7 +100,8 @@ for name, methods in curves.items():
     grads = [gradient_of(method) for method in methods]
     errors[name] = [((grad - exact).norm() / exact.norm()).item() for grad in grads]
     plt.semilogy(spent, errors[name], "o-", label=name)
-    print(f"{name:4}", *(f"  {k} VJPs: {e:.3f}" for k, e in zip(spent, errors[name], strict=True)))
+    shown = zip(spent, errors[name], strict=True)
+    print(f"{name:4}", *(f"  {k} VJPs: {error:.3f}" for k, error in shown))
 plt.xticks(spent)
 plt.xlabel("VJPs spent")
 plt.ylabel("relative error of the weight gradient")
@@ -107,8 +112,12 @@ assert torch.allclose(gradient_by(gdeq.Implicit())[1], torch.tensor([[2.0, 1.0]]
 assert abs(gradient_by(gdeq.NPG(5, 1.0))[1][0, 0].item() - 1.9375) < 1e-12
 assert torch.allclose(gradient_by(gdeq.JFB())[1], torch.tensor([[1.0, 0.0]]))
 assert errors["GDEQ"] == sorted(errors["GDEQ"], reverse=True)
-assert errors["GDEQ"][1] < errors["JFB"][0] / 2
+assert errors["GDEQ"][1] < errors["GDEQ"][0] / 2.5
+assert errors["NPG"][1] > errors["JFB"][1] > errors["GDEQ"][1]
 torch.set_default_dtype(torch.float32)
 
 # %% [markdown]
+# The first VJP cuts the error of `JFB` and `GDEQ` to about a third, and each further one does about
+# as much again. `NPG` takes shorter steps, so it needs more VJPs for the same error.
+#
 # For numbers on real models, see [gradient quality](../gradient-quality.md).

@@ -105,9 +105,13 @@ figure.tight_layout()
 
 # %% [test]
 assert losses[-1] < 0.8 * losses[0]
-assert residuals[-1] < 0.2
+assert max(residuals) <= 0.0101
+assert errors[-1] > errors[0]
 
 # %% [markdown]
+# The solver keeps the residual below its tolerance of 0.01. The error of the gradient grows while f
+# becomes less contractive: watch it, and raise `refine` if it comes near 1.
+#
 # ## More steps when it counts
 #
 # The number of solver steps is not part of the model. Evaluate with more of them, and see how far
@@ -120,7 +124,8 @@ with torch.no_grad():
     few = model(text).softmax(-1)
     model.deq.solver = gdeq.Broyden(max_iter=60, tol=1e-5)
     many = model(text).softmax(-1)
-print(f"{model.deq.solution.steps.item()} steps, residual {model.deq.solution.residual.item():.0e}")
+solution = model.deq.solution
+print(f"{solution.steps.item()} steps, residual {solution.residual.item():.0e}")
 print(f"largest change of a probability: {(few - many).abs().max():.4f}")
 
 # %% [markdown]

@@ -20,7 +20,8 @@ chance = torch.where(side[:, None] == side[None, :], 0.25, 0.02)
 adjacency = torch.triu(torch.rand(60, 60) < chance, diagonal=1).float()
 adjacency = adjacency + adjacency.T + torch.eye(60)
 degree = adjacency.sum(1)
-spread = adjacency / (degree[:, None] * degree[None, :]).sqrt()  # its largest eigenvalue is 1
+# The largest eigenvalue of this matrix is 1.
+spread = adjacency / (degree[:, None] * degree[None, :]).sqrt()
 
 known = torch.tensor([0, 7, 35, 52])  # the only nodes whose community is given
 features = torch.zeros(60, 2)
@@ -48,7 +49,8 @@ class Propagate(nn.Module):
 class Model(nn.Module):
     def __init__(self, width=16):
         super().__init__()
-        self.read = nn.Linear(2, width, bias=False)  # nodes without a label start at zero
+        # Without a bias, nodes without a label start at zero.
+        self.read = nn.Linear(2, width, bias=False)
         self.judge = nn.Linear(width, 2, bias=False)
         self.deq = gdeq.DEQ(
             Propagate(width),
@@ -115,8 +117,9 @@ radius = torch.rand(60, generator=torch.manual_seed(2)).sqrt()
 place = torch.stack([radius * angle.cos() + 2.6 * side, radius * angle.sin()], dim=1)
 for i, j in adjacency.triu(1).nonzero().tolist():
     plt.plot(*place[[i, j]].T, color="#7d8590", lw=0.3, zorder=0)
-plt.scatter(*place.T, c=trust, cmap="RdBu", s=22, vmin=0, vmax=1)
-plt.scatter(*place[known].T, facecolors="none", edgecolors="C2", s=70, label="label given")
+plt.scatter(*place.T, c=trust, cmap="coolwarm", s=22, vmin=0, vmax=1)
+ring = {"facecolors": "none", "edgecolors": "C2", "s": 70}
+plt.scatter(*place[known].T, **ring, label="label given")
 plt.axis("off")
 plt.legend(loc="upper center")
 

@@ -59,7 +59,8 @@ def make_step(compile_cell):
 # captured solve still ends early.
 
 # %%
-x, y = torch.randn(batch, width, device=device), torch.randn(batch, width, device=device)
+x = torch.randn(batch, width, device=device)
+y = torch.randn(batch, width, device=device)
 
 
 def milliseconds(step, calls=50 if gpu else 2):
@@ -78,8 +79,10 @@ def milliseconds(step, calls=50 if gpu else 2):
 with warnings.catch_warnings():
     if not gpu:
         warnings.simplefilter("ignore", gdeq.CaptureWarning)  # on a CPU it says so once
-    print(f"eager                 {milliseconds(make_step(False)):7.2f} ms a step")
-    print(f"captured              {milliseconds(gdeq.capture(make_step(False))):7.2f} ms a step")
+    eager = make_step(False)
+    print(f"eager                 {milliseconds(eager):7.2f} ms a step")
+    captured = gdeq.capture(make_step(False))
+    print(f"captured              {milliseconds(captured):7.2f} ms a step")
     if gpu:
         compiled = gdeq.capture(make_step(True))
         print(f"compiled and captured {milliseconds(compiled):7.2f} ms a step")

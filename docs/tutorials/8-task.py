@@ -5,8 +5,9 @@
 # in one file, and `gdeq train` does the rest: checkpoints and resume, several GPUs, capture,
 # adaptive budgets, comparisons of gradients, and a report.
 #
-# A task has five parts: data, model, loss, score and presets. Here is the whole file, to be saved
-# as `circles.py`. The task is to tell which of two circles a point is on.
+# A task has five parts: data, model, loss, score and presets. The one below tells which of two
+# circles a point is on. This page keeps the file in a string, so that it can run it; to try it
+# yourself, save what stands between the quotes as `circles.py`.
 
 # %%
 TASK = '''
@@ -53,7 +54,8 @@ class Circles(Task[Config]):
         return Model()
 
     def losses(self, output, outer):  # one per sample
-        return nn.functional.binary_cross_entropy_with_logits(output, outer, reduction="none")
+        loss = nn.functional.binary_cross_entropy_with_logits
+        return loss(output, outer, reduction="none")
 
     def score(self, output, outer):  # one per sample; the metric is their mean
         return 100.0 * ((output > 0) == (outer > 0.5))
@@ -87,7 +89,8 @@ def gdeq(*arguments):
         cwd=folder,
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},  # 50 points are too few for more threads
+        # 50 points are too few for more threads.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
@@ -105,9 +108,11 @@ print(*(line for line in printed.splitlines() if line.startswith("epoch")), sep=
 
 # %%
 (run,) = (folder / "runs").iterdir()
-print(*sorted(path.name for path in run.iterdir() if not path.name.startswith("events")), sep="\n")
+names = sorted(path.name for path in run.iterdir())
+print(*(name for name in names if not name.startswith("events")), sep="\n")
 summary = json.loads((run / "summary.json").read_text())
-print({key: summary[key] for key in ("test_accuracy", "gradient", "steps", "parameters")})
+for key in ("test_accuracy", "gradient", "steps", "parameters"):
+    print(f"{key}: {summary[key]}")
 
 # %% [test]
 assert summary["test_accuracy"] > 70

@@ -77,7 +77,8 @@ with warnings.catch_warnings():
         max_epochs=2, accelerator="cpu", enable_model_summary=False, **quiet
     )
     trainer.fit(module, DataLoader(TensorDataset(points, labels), batch_size=64))
-logged = {name: round(value.item(), 3) for name, value in trainer.callback_metrics.items()}
+metrics = trainer.callback_metrics.items()
+logged = {name: round(value.item(), 3) for name, value in metrics}
 print(f"Lightning logged {logged}")
 
 # %% [markdown]
@@ -109,9 +110,14 @@ class WithRecord(transformers.Trainer):
 
 samples = [{"points": p, "labels": c} for p, c in zip(points, labels, strict=True)]
 arguments = transformers.TrainingArguments(
-    tempfile.mkdtemp(), num_train_epochs=2, per_device_train_batch_size=64, learning_rate=0.01,
-    logging_steps=4, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
-)  # fmt: skip
+    tempfile.mkdtemp(),
+    num_train_epochs=2,
+    per_device_train_batch_size=64,
+    learning_rate=0.01,
+    logging_steps=4,
+    use_cpu=True,
+    **{"save_strategy": "no", "report_to": [], "disable_tqdm": True},
+)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     hf = WithRecord(model=ForTrainer(), args=arguments, train_dataset=samples)
@@ -124,6 +130,6 @@ assert logged["converged"] > 0.9
 assert hf.state.log_history[0]["converged"] > 0.9
 
 # %% [markdown]
-# `Trainer` and Lightning move the model, use mixed precision and many GPUs as for any other module;
-# see the guides on [mixed precision](../guides/precision.md) and
+# Both trainers move the model to its device, and use mixed precision and many GPUs, as for any
+# other module. See the guides on [mixed precision](../guides/precision.md) and
 # [many GPUs](../guides/distributed.md).

@@ -32,7 +32,9 @@ from gdeq import DEQ, GDEQ, Broyden, Gradient, Solver
 
 
 class Operator:
-    """A, here the identity: noise alone.  Subclasses change the three methods, or two of them.
+    """The operator A of a measurement; here the identity, so that there is only noise.
+
+    A subclass overrides the call, and what it needs of the other methods.
 
     Examples:
         >>> import torch
@@ -61,7 +63,7 @@ class Operator:
 
 
 class Blur(Operator):
-    """Convolution with a kernel; images go on at the opposite side.
+    """Convolution with a kernel, with periodic boundaries.
 
     spread: (b, 1, h, w) the kernel in an image of the full size, from `spread_of`.
 
@@ -106,10 +108,11 @@ def spread_of(kernel: Tensor, size: tuple[int, int]) -> Tensor:  # (..., k, k) -
 
 
 class Frequencies(Operator):
-    """Some frequencies of an image, as in magnetic resonance imaging: compressed sensing.
+    """Some frequencies of an image, as magnetic resonance imaging measures them.
 
-    mask: (b, 1, h, w) 1 where ``fft2`` is measured, 0 elsewhere.  y: (b, 2, h, w), the real and the
-    imaginary part.
+    A measurement y is (b, 2, h, w), the real and the imaginary part.
+
+    mask: (b, 1, h, w) 1 where ``fft2`` is measured, 0 elsewhere.
 
     Examples:
         >>> import torch
@@ -145,7 +148,7 @@ Prox = Callable[..., Tensor]
 class ProximalGradient(nn.Module):
     """f(z, y) = prox(z − η Aᵀ(Az − y)), with a learned step η.
 
-    prox: called with an image and with what follows y and A in the call.
+    prox: called as prox(v, *given), where the cell is called as f(z, y, A, *given).
 
     Examples:
         >>> import torch, gdeq
@@ -217,16 +220,16 @@ class Block(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """v − what a small U-Net takes for noise.  It has no norms, so that brightness is kept.
+    """Subtract from an image v what a small U-Net takes for noise.
 
-    It sees the image v, the noise level of the measurement and Aᵀy, and works at half of the
-    resolution and below.
-
-    keep: κ in κ v + (1 − κ) Aᵀy, from which the noise is taken.  What A does not see has nothing to
-        hold it in v, as in deblurring: there a κ below 1 lets f contract.
+    The U-Net sees v, the noise level of the measurement and Aᵀy, and works at half of the
+    resolution and below.  It has no norms, so that brightness is kept.
 
     width: features at half of the resolution, twice as many at each scale below.
-    scales: how many.  blocks: on the way down at each scale, and as many on the way up.
+    scales: the number of resolutions.
+    blocks: residual blocks at each scale, on the way down and again on the way up.
+    keep: κ: the noise is subtracted from κ v + (1 − κ) Aᵀy.  In deblurring, where A removes parts
+        of an image, a κ below 1 lets f contract.
 
     Examples:
         >>> import torch
@@ -283,15 +286,18 @@ METHODS = {"pgd": ProximalGradient, "admm": ADMM}
 
 
 class Restorer(nn.Module):
-    """What was measured, and how, to the restored image (b, 1, h, w).
+    """Restore an image (b, 1, h, w) from a measurement y.
 
-    kind: what the channels of the input are, all of the image's size:
+    The channels of the input have the size of the image.  They depend on the kind:
 
     - denoise: y, noise level
     - deblur: y, noise level, the kernel by `spread_of`
     - frequencies: y (real and imaginary part), noise level, mask
 
-    method: pgd or admm.  step: η at first.  Other options: those of `Denoiser`.
+    kind: denoise, deblur or frequencies.
+    method: pgd or admm.
+    step: the step η before training.
+    denoiser: options of `Denoiser`.
 
     Examples:
         >>> import torch
