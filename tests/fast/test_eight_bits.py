@@ -24,8 +24,6 @@ from gdeq.fast.kernels.words import in_two_words, products_of_words, words_of
 from oracles import sweep as oracle
 from sweeps import DEVICE, use
 
-# Before the interpreter has masked them, it computes with numbers that nobody wrote.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BF16 = torch.bfloat16
 HALF = torch.finfo(BF16).eps
 BLOCK = 64

@@ -6,17 +6,23 @@ import pytest
 import torch
 from torch.nn.functional import interpolate
 
-from gdeq.fast.kernels import available
-from gdeq.fast.kernels.norms import Source, fuse, fuse_plain, fusion
+from gdeq.fast.kernels.norms import Source, fuse, fusion
 from gdeq.fast.kernels.norms.fusion import Fuse
-from norm_cases import HALF, Launches, affine, channels_last, check, clear, close, exact_norm
+from norm_cases import (
+    HALF,
+    Launches,
+    affine,
+    channels_last,
+    check,
+    check_twice,
+    clear,
+    close,
+    exact_norm,
+    fuse_plain,
+)
 from pairs import pairs
 
-
-@pytest.fixture(autouse=True)
-def kernels_run(device):
-    if not available(device):
-        pytest.skip("Triton does not run here")
+pytestmark = pytest.mark.usefixtures("kernels_run")
 
 
 @pytest.fixture
@@ -170,13 +176,7 @@ def test_gradients_of_some_and_twice(device):
     own = channels_last(2, 12, 4, 3, device=device)
     sources = sources_of((0, 0), 12, (4, 3), device)
     raw, out = sources[1].raw, torch.empty_like(own)
-    results = []
-    for function in (fuse, fuse_plain):
-        y = function(own, sources, 4)
-        (first,) = torch.autograd.grad(y, raw, torch.ones_like(y), create_graph=True)
-        results.append([first, *torch.autograd.grad(first.square().sum(), raw)])
-    for a, b in zip(*results, strict=True):
-        close(a, b, 1e-4)
+    check_twice([lambda f=f: f(own, sources, 4) for f in (fuse, fuse_plain)], [raw], 1e-4)
     for levels in ((0, 0), (0, 1)):
         with pytest.raises(ValueError, match="gradients"):
             fuse(own, sources_of(levels, 12, (4, 3), device), 4, out=out)

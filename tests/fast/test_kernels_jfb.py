@@ -25,8 +25,6 @@ from gdeq.fast.layout import FastSpace
 from gdeq.state import StateSpace
 from sweeps import DEVICE, use
 
-# Before the interpreter has masked them, it computes with numbers that nobody wrote.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BF16, F64 = torch.bfloat16, torch.float64
 
 

@@ -18,8 +18,6 @@ pytest.importorskip("triton")
 from gdeq.fast.kernels import refinement
 from sweeps import DEVICE, FORMS, use
 
-# Before the interpreter has masked them, it computes with numbers that nobody wrote.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 

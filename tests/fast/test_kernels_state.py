@@ -14,8 +14,6 @@ from gdeq.fast.kernels import state as kernels
 from gdeq.fast.layout import FastSpace
 from sweeps import DEVICE, use
 
-# Before the interpreter has masked them, it computes with numbers that nobody wrote.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 GRADIENTS = [gdeq.GDEQ(), gdeq.JFB(), gdeq.Implicit(gdeq.Broyden(5, 1e-9)), gdeq.NPG()]
 
 

@@ -22,8 +22,6 @@ from problems import Dense, Image, Multiscale, Named, Wide, assert_near, leaves,
 pytest.importorskip("triton")
 from sweeps import DEVICE, FORMS, both, engine_of, use
 
-# Before the interpreter has masked them, it computes with numbers that nobody wrote.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 

@@ -81,28 +81,6 @@ class Source:
     levels: int = 0
 
 
-def fuse_plain(
-    own: Tensor | None,
-    sources: Sequence[Source],
-    groups: int,
-    eps: float = 1e-5,
-    relu: bool = True,
-    out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    operation = Fuse(groups, eps, relu, tuple(source.levels for source in sources))
-    maps, vectors = _inputs(own, sources)
-    return operation.plain(
-        maps, vectors, out, dtype or next(x for x in maps if x is not None).dtype
-    )
-
-
-def _inputs(own: Tensor | None, sources: Sequence[Source]) -> tuple[list[Any], list[Any]]:
-    """The maps and the vectors of the operation."""
-    vectors = [vector for source in sources for vector in (source.weight, source.bias)]
-    return [own, *(source.raw for source in sources)], vectors
-
-
 def fuse(
     own: Tensor | None,
     sources: Sequence[Source],
@@ -116,16 +94,18 @@ def fuse(
 
     own: None, where there is none; the first source has the resolution of the result then.
     """
-    if not sources:
-        return fuse_plain(own, sources, groups, eps, relu, out, dtype)
-    maps, vectors = _inputs(own, sources)
-    like: Tensor = maps[1] if own is None else own
+    raws = [source.raw for source in sources]
+    maps = [own, *raws]
+    vectors = [vector for source in sources for vector in (source.weight, source.bias)]
+    like: Tensor = raws[0] if own is None else own
     dtype = dtype or like.dtype
     operation = Fuse(groups, eps, relu, tuple(source.levels for source in sources))
+    if not sources:
+        return operation.plain(maps, vectors, out, dtype)
     if runs(*maps, *vectors):
         few = len(sources) <= MOST_SOURCES
         if differentiates(*maps, *vectors):
-            if out is None and not (few and operation.has_gradient(like, maps[1:])):
+            if out is None and not (few and operation.has_gradient(like, raws)):
                 norm = functools.partial(norm_act, dtype=torch.float32)
                 return operation.composed(norm, maps, vectors, None, dtype)
         elif not few:  # in parts, whose sums are float32
