@@ -152,7 +152,7 @@ def test_dropout_and_weight_norm_hold_still_when_compiled(device, what, backend)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
         for a, b in zip(gradients, exact, strict=True):
             assert b.abs().sum() > 0
-            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-4)
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
         outputs.append(found)
     assert not torch.allclose(outputs[0], outputs[1])  # a new mask in the next solve
     assert not torch.allclose(outputs[1], outputs[2])

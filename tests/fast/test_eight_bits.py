@@ -94,12 +94,6 @@ def test_the_kernels_round_as_plain_pytorch_bit_for_bit():
     assert torch.equal(scale, units)
 
 
-@pytest.mark.parametrize("bits", [7, 32, "8", True])
-def test_other_numbers_of_bits_are_refused(bits):
-    with pytest.raises((TypeError, ValueError), match="step_bits"):
-        gdeq.Broyden(3, step_bits=bits)
-
-
 # --- four in a word -------------------------------------------------------------------------------
 
 

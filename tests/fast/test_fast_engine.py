@@ -373,8 +373,10 @@ def test_where_z_is_a_vector(solver, dtypes, monkeypatch):
     assert begun == [1]
 
 
-@pytest.mark.parametrize("when", [0, 2])
-def test_a_sample_that_is_lost_goes_back_to_where_it_was(when):
+@pytest.mark.parametrize(
+    ("form", "when", "bits"), [("fast", 0, 16), ("fast", 2, 8), ("oracle", 2, 8)]
+)
+def test_a_sample_that_is_lost_goes_back_to_the_bits_of_its_iterate(form, when, bits):
     """Also to z0 itself, which the first step leaves as it is."""
     calls, seen = [], []
 
@@ -387,8 +389,8 @@ def test_a_sample_that_is_lost_goes_back_to_where_it_was(when):
         return image, row
 
     z0 = start()
-    with use("fast"):
-        found = gdeq.solve(f, z0, Broyden(4, 0.0))
+    with use(form):
+        found = gdeq.solve(f, z0, Broyden(4, 0.0, step_bits=bits))
     assert found.codes.tolist()[1] == Status.NONFINITE
     for a, was, begin in zip(found.z, seen[when], z0, strict=True):
         assert torch.equal(a[1], was[1])

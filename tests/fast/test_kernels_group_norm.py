@@ -64,7 +64,7 @@ def inputs_of(x, *vectors):
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind", "relu"), pairs(SHAPES, ["none", "shared", "each"], [False, True])
+    ("shape", "kind", "relu"), pairs(SHAPES, ["none", "shared", "each", "spread"], [False, True])
 )
 def test_any_groups(shape, kind, relu, tile, device, launches):
     batch, channels, groups, height, width = shape
@@ -72,6 +72,8 @@ def test_any_groups(shape, kind, relu, tile, device, launches):
     vectors = (None, None)
     if kind != "none":
         vectors = affine(channels, device, batch if kind == "each" else None, grad=True)
+    if kind == "spread":  # one memory for all samples
+        vectors = [v.detach().expand(batch, -1).requires_grad_() for v in vectors]
     exact = exact_norm(x, groups, *vectors, relu)
     y = norm_act(x, groups, *vectors, relu=relu)
     assert y.permute(0, 2, 3, 1).is_contiguous()
@@ -356,14 +358,6 @@ def test_second_derivatives(device):
     weight, bias = affine(6, device, grad=True)
     both = [lambda f=f: f(x, 3, weight, bias, relu=True) for f in (norm_act, exact_norm)]
     check_twice(both, [x, weight], 1e-4)
-
-
-def test_scale_and_shift_in_one_memory_for_all_samples(tile, device):
-    x = channels_last(3, 6, 5, 4, device=device).requires_grad_()
-    vectors = [v.detach().expand(3, 6).requires_grad_() for v in affine(6, device)]
-    exact = exact_norm(x, 3, *vectors, True)
-    y = norm_act(x, 3, *vectors, relu=True)
-    check(y, [x, *vectors], exact, torch.randn_like(x))
 
 
 def test_per_sample_sums_over_the_batch(device):

@@ -84,6 +84,12 @@ def test_tensors_that_are_not_dense_are_joined(launches):
     assert launches == ["join"]
 
 
+def test_parts_of_one_memory_in_another_order_are_joined():
+    numbers = torch.arange(10.0, device=DEVICE)
+    for z in ((numbers[6:].view(2, 2), numbers[:6].view(2, 3)), (numbers[:4].view(2, 2),) * 2):
+        assert torch.equal(FastSpace(z).as_parts(list(z)), torch.cat([p.flatten() for p in z]))
+
+
 @pytest.mark.parametrize(
     "z",
     [

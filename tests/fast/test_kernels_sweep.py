@@ -390,15 +390,6 @@ def test_the_kernels_round_z_as_the_oracle(name, sizes):
     assert last.residual[:2].max() < 0.1  # as far as the noise of such numbers lets it
 
 
-def test_a_sample_that_is_lost_goes_back_to_the_bits_of_its_iterate(form):
-    made, seen = driven(form, F32, SOLVERS["8 bits"], ANY_SIZES, given=BF16)
-    settled = made.settle(5)
-    at = settled.z.to(BF16) if settled.z is not None else rows_of(settled.parts, ANY_SIZES)
-    assert settled.codes.tolist()[-1] == Status.NONFINITE
-    assert torch.equal(at[-1], seen[2][-1])
-    assert torch.equal(at[:-1], seen[-1][:-1])
-
-
 @pytest.mark.parametrize(
     ("solver", "given", "precision", "rounds", "stored"),
     [

@@ -20,7 +20,7 @@ from pairs import pairs
 from problems import Dense, Image, Multiscale, Named, Wide, assert_near, leaves, pack
 
 pytest.importorskip("triton")
-from sweeps import DEVICE, FORMS, both, engine_of, use
+from sweeps import DEVICE, both, engine_of, use
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
@@ -510,6 +510,10 @@ def test_a_float16_state_has_gradients(form, refine):
 # --- limits ---------------------------------------------------------------------------------------
 
 
+class Own(Broyden):
+    """It may override anything."""
+
+
 @pytest.mark.parametrize(
     "solver",
     [
@@ -520,6 +524,7 @@ def test_a_float16_state_has_gradients(form, refine):
         Anderson(3, 0.0, memory=17),
         Anderson(200, 1e-3),
         gdeq.Picard(20),
+        Own(20),
     ],
     ids=repr,
 )
@@ -530,19 +535,3 @@ def test_where_the_product_form_does_not_apply_the_reference_runs(form, solver, 
         found = gdeq.solve(problem, problem.z0, solver)
     assert found.z.isfinite().all()
     assert found.inverse is None or not isinstance(found.inverse.vectors, ProductInverse)
-
-
-def test_solvers_of_someone_else_s_run_as_they_are_written(monkeypatch):
-    class Own(Broyden):
-        pass
-
-    monkeypatch.setattr(product, "iterate", None)
-    problem = Dense(radius=0.5).to(DEVICE)
-    for form in FORMS:
-        with use(form):
-            assert gdeq.solve(problem, problem.z0, Own(9, 1e-3)).converged.all()
-
-
-def test_an_unknown_engine_is_refused():
-    with pytest.raises(ValueError, match="'auto', 'fast' or 'reference'"), use("gpu"):
-        pass

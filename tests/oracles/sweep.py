@@ -91,9 +91,6 @@ class PlainSweep:
     def unfinished(self) -> Tensor:  # (1,)
         return self.ledger.active.sum().view(1)
 
-    def prepare_repetition(self) -> None:
-        raise NotImplementedError("a plain sweep is not recorded")
-
     def take(self, t: int, fz: Tensor) -> None:
         """Judge iterate t by f at it, learn from it, and go on unless it is the last one."""
         batch = len(self.z)

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gdeq.fast.kernels.device import triton_is_there
 from gdeq.tracing import hidden
@@ -44,7 +44,8 @@ def compile_ahead(step: Callable[[], Any], *modules: nn.Module) -> int:
     if not _can_compile_aside():
         return 0
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    kept = [(t, t.detach().clone(), t.grad) for module in modules for t in _tensors(module)]
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    kept = [(t, t.detach().clone(), t.grad) for t in tensors]
     for tensor, _, _ in kept:
         tensor.grad = None
     try:
@@ -56,11 +57,6 @@ def compile_ahead(step: Callable[[], Any], *modules: nn.Module) -> int:
                 tensor.grad = gradient
                 tensor.copy_(value)
     return len(compiled)
-
-
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
 
 
 def _can_compile_aside() -> bool:
