@@ -37,11 +37,11 @@ def block_end_plain(y, mask, injection, z, *vectors_and_groups):
     return residual.BlockEnd(groups, 1e-5).plain((y, mask, injection, z), vectors, None, y.dtype)
 
 
-def fuse_plain(own, sources, groups, relu=True):
+def fuse_plain(own, sources, groups):
     """As `fuse`, by PyTorch."""
     maps = [own, *(source.raw for source in sources)]
     vectors = [vector for source in sources for vector in (source.weight, source.bias)]
-    operation = fusion.Fuse(groups, 1e-5, relu, tuple(source.levels for source in sources))
+    operation = fusion.Fuse(groups, 1e-5, tuple(source.levels for source in sources))
     return operation.plain(maps, vectors, None, next(x for x in maps if x is not None).dtype)
 
 

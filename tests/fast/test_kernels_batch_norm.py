@@ -201,7 +201,6 @@ def test_half_precision_is_rounded_once(dtype, device):
     assert y.dtype == dtype
     exact_y = exact(sources, True)
     close(y, exact_y, rounding(y))
-    close(batch_norms(sources, relu=True, dtype=torch.float32), exact_y)
     x = sources[0].x.requires_grad_()
     direction = torch.randn_like(exact_y).to(dtype)
     (found,) = torch.autograd.grad(batch_norms(sources, relu=True), x, direction)

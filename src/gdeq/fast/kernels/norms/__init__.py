@@ -2,7 +2,7 @@
 
     norm_act     act(norm(x))                                              group_norm.py
     block_end    norm₂(relu(z + norm₁(y · mask + injection)))              residual.py
-    fuse         act(own + Σ_j repeat_j(norm_j(raw_j)))                    fusion.py
+    fuse         relu(own + Σ_j repeat_j(norm_j(raw_j)))                    fusion.py
     batch_norms  act(Σ_j norm_j(x_j)), over the batch in training          batch_norm.py
 
 These are bound by memory, so each reads its input once and writes its output once where a tile of
