@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gdeq
-from gdeq.fast.eight_bits import Scales, chunks_of, in_full, rounded_to_eight_bits
+from gdeq.fast.eight_bits import Scales, chunks_of, in_full
 from gdeq.fast.product import ProductInverse, Start
 from problems import assert_near
 
@@ -22,6 +22,7 @@ from gdeq.fast.kernels import words
 from gdeq.fast.kernels.chunks import place, rounded_with_bytes, table
 from gdeq.fast.kernels.words import in_two_words, products_of_words, words_of
 from oracles import sweep as oracle
+from oracles.rounding import rounded_to_eight_bits
 from sweeps import DEVICE, use
 
 BF16 = torch.bfloat16

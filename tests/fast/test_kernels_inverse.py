@@ -12,11 +12,12 @@ import torch
 
 import gdeq
 from gdeq.fast import product
-from gdeq.fast.eight_bits import Scales, rounded_to_eight_bits
+from gdeq.fast.eight_bits import Scales
 from gdeq.fast.product import ProductInverse
 from problems import assert_near
 
 pytest.importorskip("triton")
+from oracles.rounding import rounded_to_eight_bits
 from sweeps import DEVICE, FORMS, use
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import gdeq
-from gdeq.fast.eight_bits import Scales, rounded_to_eight_bits
+from gdeq.fast.eight_bits import Scales
 from gdeq.fast.product import ProductInverse
 from gdeq.refinement import Refinement, minus_identity, refine
 from problems import Wide, assert_near, paper_broyden, transposed_system
 
 pytest.importorskip("triton")
 from gdeq.fast.kernels import refinement
+from oracles.rounding import rounded_to_eight_bits
 from sweeps import DEVICE, FORMS, use
 
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16

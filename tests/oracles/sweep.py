@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gdeq.engine import Reference
-from gdeq.fast.eight_bits import BLOCK, Scales, chunks_of, in_full, rounded_to_eight_bits
+from gdeq.fast.eight_bits import BLOCK, Scales, chunks_of, in_full
 from gdeq.fast.engine import FastEngine
 from gdeq.fast.product import (
     COARSEST,
@@ -25,6 +25,7 @@ from gdeq.operators import norm
 from gdeq.solution import Status
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import System, noise_level
+from oracles.rounding import rounded_to_eight_bits
 
 
 class OracleEngine(FastEngine):

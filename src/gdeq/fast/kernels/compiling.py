@@ -70,7 +70,7 @@ def _can_compile_aside() -> bool:
 
 
 @contextlib.contextmanager
-def compiling(threads: int = THREADS) -> Iterator[list[Any]]:
+def compiling() -> Iterator[list[Any]]:
     """While open, launches of Triton kernels, in any thread, compile instead; at the end all are
     compiled, or the first error is raised.  Yields the list of those that were not known."""
     from triton.runtime._async_compile import AsyncCompileMode, active_mode  # noqa: PLC0415
@@ -88,7 +88,7 @@ def compiling(threads: int = THREADS) -> Iterator[list[Any]]:
             finally:
                 active_mode.reset(outer)
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         mode = AsyncCompileMode(pool)
         JITFunction.run = compile_instead
         try:
