@@ -1,3 +1,5 @@
+"""Without a GPU the kernels run in Triton's interpreter."""
+
 import pytest
 
 from gdeq.fast.kernels import available

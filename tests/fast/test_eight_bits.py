@@ -1,7 +1,4 @@
-"""Steps in 8 bits: how they are rounded, four at once in a word, and how good an inverse they make.
-
-Without a GPU the kernels run in Triton's interpreter.
-"""
+"""Steps in 8 bits: how they are rounded, four in a word, and how good an inverse they make."""
 
 from __future__ import annotations
 

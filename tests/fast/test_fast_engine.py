@@ -1,7 +1,4 @@
-"""What the fast engine does beside its kernels: the first evaluation of a solve, the last, memory.
-
-Without a GPU the kernels run in Triton's interpreter.
-"""
+"""What the fast engine does beside its kernels: first and last evaluation of a solve, memory."""
 
 from __future__ import annotations
 

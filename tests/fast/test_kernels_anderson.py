@@ -1,7 +1,4 @@
-"""Anderson's steps against Walker & Ni 2011, and what is learned from differences that are noise.
-
-Without a GPU the kernels run in Triton's interpreter.
-"""
+"""Anderson's steps against Walker & Ni 2011; what is learned from differences that are noise."""
 
 from __future__ import annotations
 

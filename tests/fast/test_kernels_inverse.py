@@ -1,7 +1,4 @@
-"""Products with the inverse of a sweep, against dense products of its factors.
-
-Without a GPU the kernels run in Triton's interpreter.
-"""
+"""Products with the inverse of a sweep, against dense products of its factors."""
 
 from __future__ import annotations
 

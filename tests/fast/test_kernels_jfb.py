@@ -1,7 +1,4 @@
-"""`JFB(refine=k)`: a refinement without an inverse, and its kernels on a state's tensors.
-
-Without a GPU the kernels run in Triton's interpreter.
-"""
+"""`JFB(refine=k)`: a refinement without an inverse, and its kernels on a state's tensors."""
 
 from __future__ import annotations
 

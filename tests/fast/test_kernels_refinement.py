@@ -1,7 +1,4 @@
-"""`gdeq.refinement.refine` in kernels: which w it gives, when an earlier one is taken, its error.
-
-Without a GPU the kernels run in Triton's interpreter.
-"""
+"""`gdeq.refinement.refine` in kernels: its w, when an earlier one is taken, its error."""
 
 from __future__ import annotations
 

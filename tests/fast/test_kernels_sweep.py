@@ -1,7 +1,4 @@
-"""A sweep driven by hand: each thing that its kernels note, against the oracle and the ledger.
-
-Without a GPU the kernels run in Triton's interpreter.
-"""
+"""A sweep driven by hand: each thing that its kernels note, against the oracle and the ledger."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Solves from their steps alone, in plain PyTorch and as kernels, against the reference engine.
-
-Without a GPU the kernels run in Triton's interpreter.
-"""
+"""Solves from their steps alone, in plain PyTorch and as kernels, against the reference engine."""
 
 from __future__ import annotations
 
