@@ -517,9 +517,12 @@ AFTER = [
 ]
 
 
-@pytest.mark.parametrize("gradient", AFTER, ids=repr)
-def test_all_that_follows_a_solve_takes_a_z_in_bfloat16(form, gradient):
-    problem = Pair(BF16, BF16)
+@pytest.mark.parametrize(
+    ("gradient", "dtype"),
+    [*((gradient, BF16) for gradient in AFTER), (AFTER[0], F16), (AFTER[1], F16)],
+)
+def test_all_that_follows_a_solve_takes_a_z_in_half_precision(form, gradient, dtype):
+    problem = Pair(dtype, dtype)
     found, expected = (problem.gradients(gradient, engine) for engine in (form, "reference"))
     for a, b in zip(found, expected, strict=True):
         assert (a - b).norm() < (0.2 if DEVICE.type == "cpu" else 0.05) * b.norm()

@@ -485,25 +485,6 @@ def test_a_float16_state_is_handed_over_as_parts_and_stays_in_its_range(
     assert (Status.NONFINITE in seen) == (slope == 0.995)  # that one leaves the range
 
 
-@pytest.mark.parametrize("refine", [0, 1])
-def test_a_float16_state_has_gradients(form, refine):
-    weight = (0.5 * torch.eye(6)).to(DEVICE)
-
-    def work():
-        x = torch.linspace(-1, 1, 18, device=DEVICE).reshape(3, 6).requires_grad_()
-        solution = gdeq.fixed_point(
-            lambda z: (torch.tanh(z[0].float() @ weight + x).half(),),
-            (torch.zeros(3, 6, device=DEVICE).half(),),
-            Broyden(5, 0.0),
-            gdeq.GDEQ(refine=refine),
-        )
-        solution.z[0].float().square().sum().backward()
-        return x.grad
-
-    expected, found = both(form, work)
-    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)  # steps are bfloat16
-
-
 # --- limits ---------------------------------------------------------------------------------------
 
 
