@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import gdeq
+import gdeq.fast
 from gdeq import GDEQ, JFB, Broyden, Implicit, Unrolled, hold
 from gdeq.models import MDEQ, MDEQCell, MDEQConfig
 from gdeq.models.mdeq import SIZES, Down, Up, mdeq, named

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 from gdeq.lab.data.batches import Batches, Part, generator, rows, sent
 from gdeq.lab.data.dataset import Pixels
 from gdeq.lab.data.errors import DataError, reading
-from gdeq.lab.data.recipe import Contents, Progress, Recipe, Way
+from gdeq.lab.data.recipe import Contents, Recipe
 
 MINIMAL, HARDEST = "puzzles2_17_clue.csv", "puzzles5_forum_hardest_1905_11+.csv"
 MD5 = {
@@ -57,7 +57,7 @@ class Pools(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sudoku(Recipe):
+class Sudoku(Recipe[Pools]):
     """The fields are what the tests make smaller.
 
     validation, test: puzzles held out, at least.
@@ -84,23 +84,9 @@ class Sudoku(Recipe):
         f"{HARDEST}, and run: gdeq data sudoku --from FOLDER (or an archive of it)"
     )
 
-    def holds(self, folder: Path) -> bool:
-        return any((folder / name).is_file() for name in self.wanted)
-
-    def contents(self, folder: Path) -> Iterator[tuple[str, Contents]]:
-        for name in MD5:
-            with reading(folder / name):
-                yield name, (folder / name).read_bytes()
-
-    def arrays(self, contents: dict[str, Contents]) -> Pools:  # type: ignore[override]
+    def arrays(self, contents: dict[str, Contents]) -> Pools:
         minimal, hardest = (read_table(bytes(contents[name]), name) for name in MD5)
         return split(minimal, hardest, self.validation, self.test)
-
-    def load(self, root: Path) -> Pools:  # type: ignore[override]
-        return cast(Pools, super().load(root))
-
-    def ways(self, progress: Progress) -> Iterator[Way]:
-        yield from ()  # its home has the puzzles without solutions
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -145,15 +145,14 @@ def _each(values: Iterable[object]) -> str:
 def runs_table(rows: list[Row]) -> Table:
     runs = [run for row in rows for run in row.runs]
     pretraining = ["with" if run.pretrained else "without" for run in runs]
+    scores = [shown(run.score, f".{run.metric.digits}f") for run in runs]
     columns = {
         "Run": [run.name for run in runs],
         "Method": [row.label for row in rows for _ in row.runs],
         "Pre-training": pretraining if "with" in pretraining else [""] * len(runs),
         "Seed": [str(run.seed) for run in runs],
         "State": ["finished" if run.finished else run.progress for run in runs],
-        metric_of(rows).title.capitalize(): [
-            NONE if run.score is None else run.metric.number(run.score) for run in runs
-        ],
+        metric_of(rows).title.capitalize(): scores,
         "ms / step in training": [milliseconds(run.ms_per_step) for run in runs],
         "Training time": [duration(run.seconds) for run in runs],
     }
