@@ -16,9 +16,9 @@ from gdeq.lab.data.digits import Digits
 from gdeq.lab.data.errors import DataError
 from gdeq.lab.data.recipe import Source
 from gdeq.lab.data.sudoku import Sudoku
-from gdeq.lab.data.text import Enwik8, penn_treebank, wikitext2
+from gdeq.lab.data.text import PENN_TREEBANK, WIKITEXT2, Enwik8
 
-ALL = (Digits(), CIFAR10(), BSD(), Sudoku(), penn_treebank(), wikitext2(), Enwik8())
+ALL = (Digits(), CIFAR10(), BSD(), Sudoku(), PENN_TREEBANK, WIKITEXT2, Enwik8())
 SETS: dict[str, Source[Any]] = {source.name: source for source in ALL}
 NAMES = tuple(SETS)
 

@@ -147,36 +147,31 @@ def words_of(content: bytes) -> list[str]:
     return [word for line in lines for word in (*line.split(), END)]
 
 
-def penn_treebank() -> Words:
-    return Words(
-        name="ptb",
-        title="Penn Treebank",
-        md5={
-            "ptb.train.txt": "f26c4b92c5fdc7b3f8c7cdcb991d8420",
-            "ptb.valid.txt": "aa0affc06ff7c36e977d7cd49e3839bf",
-            "ptb.test.txt": "8b80168b89c18661a38ef683c0dc3721",
-        },
-        urls=tuple(f"{PTB}/ptb.{part}.txt" for part in ("train", "valid", "test")),
-        terms="The text is licensed by the LDC, as far as we know: use it for research if you may, "
-        "and do not pass it on",
-        size=15_000_000,
-    )
-
-
-def wikitext2() -> Words:
-    return Words(
-        name="wikitext2",
-        title="WikiText-2",
-        md5={
-            "train.txt": "34a77ebe59551b3a3b3d8c0a2797c976",
-            "valid.txt": "d756d22ab2310e7e60c094bea5c5a8eb",
-            "test.txt": "781c9418ab9414bd09e4aad825aae752",
-        },
-        urls=(
-            f"{WIKITEXT}/wikitext2/train.txt",
-            f"{WIKITEXT}/wikitext2/valid.txt",
-            f"{WIKITEXT_TEST}/wikitext-2/test.txt",
-        ),
-        terms=Enwik8.terms,
-        size=30_000_000,
-    )
+PENN_TREEBANK = Words(
+    name="ptb",
+    title="Penn Treebank",
+    md5={
+        "ptb.train.txt": "f26c4b92c5fdc7b3f8c7cdcb991d8420",
+        "ptb.valid.txt": "aa0affc06ff7c36e977d7cd49e3839bf",
+        "ptb.test.txt": "8b80168b89c18661a38ef683c0dc3721",
+    },
+    urls=tuple(f"{PTB}/ptb.{part}.txt" for part in ("train", "valid", "test")),
+    terms="The text is licensed by the LDC, as far as we know: use it for research if you may, and "
+    "do not pass it on",
+    size=15_000_000,
+)
+WIKITEXT2 = Words(
+    name="wikitext2",
+    title="WikiText-2",
+    md5={
+        "train.txt": "34a77ebe59551b3a3b3d8c0a2797c976",
+        "valid.txt": "d756d22ab2310e7e60c094bea5c5a8eb",
+        "test.txt": "781c9418ab9414bd09e4aad825aae752",
+    },
+    urls=(
+        *(f"{WIKITEXT}/wikitext2/train.txt", f"{WIKITEXT}/wikitext2/valid.txt"),
+        f"{WIKITEXT_TEST}/wikitext-2/test.txt",
+    ),
+    terms=Enwik8.terms,
+    size=30_000_000,
+)
