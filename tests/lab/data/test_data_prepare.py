@@ -152,15 +152,6 @@ def test_a_full_disk_during_the_download(tmp_path, monkeypatch, visible):
     assert visible(tmp_path) == []  # the disk has its space back
 
 
-def test_no_permission_for_the_root(tmp_path, monkeypatch):
-    def refuse(self, *args, **kwargs):
-        raise PermissionError(errno.EACCES, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(DataError, match=f"no permission to write {tmp_path / 'x'}"):
-        prepare("cifar10", tmp_path / "x")
-
-
 def test_a_root_that_cannot_be_a_folder(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"cannot write .*file"):
