@@ -29,7 +29,7 @@ def compared(path, epoch, cosine=0.9, method="GDEQ", batches=3, **changes):
     record = {
         **{"epoch": epoch, "method": method, "vjps": 0, "cosine": cosine},
         **{"relative_error": 0.4, "adjoint_residual": 0.5, "forward_residual": 1e-3},
-        **{"exact_residual": 2e-6, "exact_forward_residual": 1e-6},
+        **{"exact_tol": 1e-4, "exact_residual": 2e-6, "exact_forward_residual": 1e-6},
         **{"spectral_radius": 0.7, "spectral_radius_max": 0.9, **changes},
     }
     with (path / "similarity.jsonl").open("a") as file:
@@ -161,12 +161,11 @@ def test_a_run_tested_every_tenth_epoch_is_drawn_only_where_no_other_is(collecte
 
 
 def test_what_is_exact_is_said_when_it_is_measured():
-    """By --exact-tol; older records do not say it."""
-    record = {"exact_residual": 5e-4, "exact_forward_residual": 1e-6}
-    assert not collecting.is_exact(record)
-    assert collecting.is_exact({**record, "exact_tol": 5e-4})
+    record = {"exact_tol": 5e-4, "exact_residual": 5e-4, "exact_forward_residual": 1e-6}
+    assert collecting.is_exact(record)
     assert not collecting.is_exact({**record, "exact_tol": 4e-4})
-    assert collecting.is_exact({**record, "exact_residual": 1e-4})
+    for key in record:
+        assert not collecting.is_exact({**record, key: None})
 
 
 def test_similarity_marks_what_is_not_exact(collected):

@@ -65,7 +65,6 @@ ADAPTIVE = (
     *("adapt.steps=[3,4,5,6,7]", "adapt.refine=[0,1,2]", "measure_every=40"),
     *("model.dropout=0.2", "optimizer.lr=0.01"),
 )
-SIX_STEPS = (*("gradient=gdeq", "gradient.refine=1", "solver.max_iter=6", "optimizer.lr=0.01"),)
 # Our own rows of Table 2.
 OWN: dict[str, tuple[str, ...]] = {
     "gdeq-refine1": ("gradient=gdeq", "gradient.refine=1"),
