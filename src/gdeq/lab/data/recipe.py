@@ -80,8 +80,8 @@ class Recipe(Source[T]):
     def copies(self, folder: Path) -> list[Path]:
         """Everything in `folder` that `build` might understand."""
         below = [folder, *(folder / name for name in self.folders)]
-        files = [folder / name for name in self.archives]
-        return [*(f for f in below if self.holds(f)), *(f for f in files if f.is_file())]
+        packed = [folder / name for name in self.archives]
+        return [*filter(self.holds, below), *filter(Path.is_file, packed)]
 
     def build(self, source: Path, out: Path, scratch: Path, progress: Progress) -> None:
         """Turn a copy in any known form into the checked files in `out`."""

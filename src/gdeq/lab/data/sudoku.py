@@ -244,7 +244,8 @@ class SudokuBatches(Batches):
     def _batch(self, part: Part) -> tuple[Tensor, ...]:
         puzzles, solutions = (rows(tensor, part.chosen).long() for tensor in self.tensors)
         if self.symmetries or self.revealed != (0, 0):
-            drawn = torch.rand(part.count, 116, generator=self._source(part))
+            source = generator(self.seed, part.epoch, part.index)
+            drawn = torch.rand(part.count, 116, generator=source)
             drawn = sent(drawn[part.low : part.high], puzzles.device)
             reveal, keys, digits, *moves = drawn.split((1, 81, 9, 9, 3, 9, 3, 1), 1)
             puzzles = self._reveal(puzzles, solutions, reveal, keys)
@@ -260,9 +261,6 @@ class SudokuBatches(Batches):
             made = tuple(torch.where(free[:, None], new, old) for new, old in pairs)
         self.kept = made
         return made
-
-    def _source(self, part: Part) -> torch.Generator:
-        return generator(self.seed, part.epoch, part.index)
 
     def _reveal(self, puzzles: Tensor, solutions: Tensor, share: Tensor, keys: Tensor) -> Tensor:
         given, (least, most) = puzzles > 0, self.revealed

@@ -42,7 +42,7 @@ class Text(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Words(Recipe[Text]):
+class WordFiles(Recipe[Text]):
     """Three files of words, for training, validation and test; urls: of each file."""
 
     name: str
@@ -147,7 +147,7 @@ def words_of(content: bytes) -> list[str]:
     return [word for line in lines for word in (*line.split(), END)]
 
 
-PENN_TREEBANK = Words(
+PENN_TREEBANK = WordFiles(
     name="ptb",
     title="Penn Treebank",
     md5={
@@ -160,7 +160,7 @@ PENN_TREEBANK = Words(
     "do not pass it on",
     size=15_000_000,
 )
-WIKITEXT2 = Words(
+WIKITEXT2 = WordFiles(
     name="wikitext2",
     title="WikiText-2",
     md5={

@@ -150,16 +150,14 @@ def floor(lines: Sequence[Series]) -> float | None:
 
     Where each run ends is always on it, however low.
     """
-    if not all(line.run.metric.higher_is_better for line in lines):
-        return None
     curves = [[y for _, y in line.points] for line in lines]
-    longest = max((len(curve) for curve in curves), default=0)
-    if longest < 10:
+    longest = max(map(len, curves), default=0)
+    if longest < 10 or not all(line.run.metric.higher_is_better for line in lines):
         return None
     settled = min(v for curve in curves for v in (*curve[longest // 4 :], *curve[-1:]))
-    best = max(max(curve) for curve in curves)
+    best, worst = max(map(max, curves)), min(map(min, curves))
     bottom = max(0.0, settled - 0.15 * (best - settled))
-    return bottom if any(value < bottom for curve in curves for value in curve) else None
+    return bottom if worst < bottom else None
 
 
 def _over_training(rows: Sequence[Row], key: str) -> Figure:
@@ -246,24 +244,22 @@ def _draw_boxes(axes: Axes, figure: Figure, looks: Mapping[str, Look]) -> None:
     for index, one in enumerate(figure.series):
         colour, marker = looks[one.label]
         aside = (index - (len(figure.series) - 1) / 2) * room
-        for place, epoch in enumerate(epochs):
-            values = [y for x, y in one.points if x == epoch]
-            if not values:
-                continue
-            axes.boxplot(
-                [values],
-                positions=[place + aside],
-                widths=room * 0.8,
-                whis=(0, 100),
-                manage_ticks=False,
-                patch_artist=True,
-                boxprops={"facecolor": colour, "alpha": 0.45, "edgecolor": colour},
-                medianprops={"color": colour, "linewidth": 2.0},
-                whiskerprops={"color": colour},
-                capprops={"color": colour},
-            )
-            middle = statistics.median(values)
-            axes.plot(place + aside, middle, color=colour, marker=marker, markersize=3.5)
+        values = {x: [y for at, y in one.points if at == x] for x, _ in one.points}
+        places = [epochs.index(epoch) + aside for epoch in values]
+        axes.boxplot(
+            list(values.values()),
+            positions=places,
+            widths=room * 0.8,
+            whis=(0, 100),
+            manage_ticks=False,
+            patch_artist=True,
+            boxprops={"facecolor": colour, "alpha": 0.45, "edgecolor": colour},
+            medianprops={"color": colour, "linewidth": 2.0},
+            whiskerprops={"color": colour},
+            capprops={"color": colour},
+        )
+        middles = [statistics.median(some) for some in values.values()]
+        axes.plot(places, middles, color=colour, linestyle="", marker=marker, markersize=3.5)
     axes.set_xticks(range(len(epochs)), [f"{epoch:.0f}" for epoch in epochs])
     axes.set_xlim(-0.5, len(epochs) - 0.5)
 
