@@ -244,7 +244,9 @@ def _draw_boxes(axes: Axes, figure: Figure, looks: Mapping[str, Look]) -> None:
     for index, one in enumerate(figure.series):
         colour, marker = looks[one.label]
         aside = (index - (len(figure.series) - 1) / 2) * room
-        values = {x: [y for at, y in one.points if at == x] for x, _ in one.points}
+        values: dict[float, list[float]] = {}
+        for x, y in one.points:
+            values.setdefault(x, []).append(y)
         places = [epochs.index(epoch) + aside for epoch in values]
         axes.boxplot(
             list(values.values()),
