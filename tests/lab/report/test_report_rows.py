@@ -94,6 +94,7 @@ def test_unfinished_runs_are_marked_and_count_only_alone(tmp_path):
     assert row.without.cell().text.endswith("†")
     assert row.without.cell().note == "epoch 3 of 12"
     assert row.seconds == pytest.approx(3 * 22 * 0.1)
+    assert "not counted" not in report.table([half])
     (half / "failed.json").write_text('{"steps": 44}')
     assert "the loss became NaN after step 44" in report.table([half])
     for name in ("metrics.jsonl", "environment.json", "failed.json"):
