@@ -34,9 +34,10 @@ types: setup
 unit: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# The tests that run on a GPU, on a machine that has one.
+# The tests that run on a GPU, on a machine that has one: each kernel, engine and capture path.  The
+# processors compile kernels most of the time, so there is a process for each.
 test-gpu: setup
-	$(BIN)/python -m pytest -m gpu -n 8 --dist worksteal
+	$(BIN)/python -m pytest -m gpu -n auto --maxprocesses 15 --dist worksteal
 
 # The small MDEQ on digits with all four gradients: a table and a page.  Its batches are too small
 # for several threads, which on a busy machine would wait for each other.

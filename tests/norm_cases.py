@@ -37,6 +37,14 @@ def block_end_plain(y, mask, injection, z, *vectors_and_groups):
     return residual.BlockEnd(groups, 1e-5).plain((y, mask, injection, z), vectors, None, y.dtype)
 
 
+def fuse_plain(own, sources, groups):
+    """As `fuse`, by PyTorch."""
+    maps = [own, *(source.raw for source in sources)]
+    vectors = [vector for source in sources for vector in (source.weight, source.bias)]
+    operation = fusion.Fuse(groups, 1e-5, tuple(source.levels for source in sources))
+    return operation.plain(maps, vectors, None, next(x for x in maps if x is not None).dtype)
+
+
 def error(found, expected):
     difference = (found.double() - expected.double()).abs().max()
     return (difference / (1 + expected.abs().max())).item()
@@ -71,6 +79,19 @@ def check(y, inputs, exact, direction, tolerance=1e-4):
         assert a.dtype == leaf.dtype
         close(a, b, tolerance if a.dtype == torch.float32 else max(tolerance, 4 * rounding(a)))
     return found
+
+
+def check_twice(functions, inputs, tolerance=1e-5):
+    """Functions without arguments that are one in first and second derivatives."""
+    results = []
+    for function in functions:
+        y = function()
+        direction = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype)
+        first = torch.autograd.grad(y, inputs, direction, create_graph=True)
+        total = sum(part.double().square().sum() for part in first)
+        results.append([*first, *torch.autograd.grad(total, inputs)])
+    for a, b in zip(*results, strict=True):
+        close(a, b, tolerance)
 
 
 def one_program_a_sample(monkeypatch):

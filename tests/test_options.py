@@ -72,7 +72,11 @@ OWN = {
     Broyden: [
         *(("memory", 2.5, TypeError), ("memory", 0, ValueError), ("max_step", "1", TypeError)),
         *(("max_step", 0.0, ValueError), ("line_search", True, TypeError)),
-        *(("line_search", -1, ValueError), ("step_bits", "8", TypeError)),
+        *(
+            ("line_search", -1, ValueError),
+            ("step_bits", "8", TypeError),
+            ("step_bits", True, TypeError),
+        ),
         ("step_bits", 12, ValueError),
     ],
     Anderson: [

@@ -1,7 +1,4 @@
-"""Steps in 8 bits: how they are rounded, four at once in a word, and how good an inverse they make.
-
-Without a GPU the kernels run in Triton's interpreter.
-"""
+"""Steps in 8 bits: how they are rounded, four in a word, and how good an inverse they make."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import pytest
 import torch
 
 import gdeq
-from gdeq.fast.eight_bits import Scales, chunks_of, in_full, rounded_to_eight_bits
+from gdeq.fast.eight_bits import Scales, chunks_of, in_full
 from gdeq.fast.product import ProductInverse, Start
 from problems import assert_near
 
@@ -22,10 +19,9 @@ from gdeq.fast.kernels import words
 from gdeq.fast.kernels.chunks import place, rounded_with_bytes, table
 from gdeq.fast.kernels.words import in_two_words, products_of_words, words_of
 from oracles import sweep as oracle
+from oracles.rounding import rounded_to_eight_bits
 from sweeps import DEVICE, use
 
-# Before the interpreter has masked them, it computes with numbers that nobody wrote.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BF16 = torch.bfloat16
 HALF = torch.finfo(BF16).eps
 BLOCK = 64
@@ -94,12 +90,6 @@ def test_the_kernels_round_as_plain_pytorch_bit_for_bit():
     _round_all[grid](x, whole, scale, chunk_table, len(x), x.shape[1], len(chunk_table), BLOCK)
     assert torch.equal(whole, expected)
     assert torch.equal(scale, units)
-
-
-@pytest.mark.parametrize("bits", [7, 32, "8", True])
-def test_other_numbers_of_bits_are_refused(bits):
-    with pytest.raises((TypeError, ValueError), match="step_bits"):
-        gdeq.Broyden(3, step_bits=bits)
 
 
 # --- four in a word -------------------------------------------------------------------------------

@@ -1,7 +1,4 @@
-"""What the fast engine does beside its kernels: the first evaluation of a solve, the last, memory.
-
-Without a GPU the kernels run in Triton's interpreter.
-"""
+"""What the fast engine does beside its kernels: first and last evaluation of a solve, memory."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ from gdeq.fast.kernels import sweep as fused
 from played import Played, nobody_looks
 from sweeps import DEVICE, use
 
-# Before the interpreter has masked them, it computes with numbers that nobody wrote.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
@@ -375,8 +370,10 @@ def test_where_z_is_a_vector(solver, dtypes, monkeypatch):
     assert begun == [1]
 
 
-@pytest.mark.parametrize("when", [0, 2])
-def test_a_sample_that_is_lost_goes_back_to_where_it_was(when):
+@pytest.mark.parametrize(
+    ("form", "when", "bits"), [("fast", 0, 16), ("fast", 2, 8), ("oracle", 2, 8)]
+)
+def test_a_sample_that_is_lost_goes_back_to_the_bits_of_its_iterate(form, when, bits):
     """Also to z0 itself, which the first step leaves as it is."""
     calls, seen = [], []
 
@@ -389,8 +386,8 @@ def test_a_sample_that_is_lost_goes_back_to_where_it_was(when):
         return image, row
 
     z0 = start()
-    with use("fast"):
-        found = gdeq.solve(f, z0, Broyden(4, 0.0))
+    with use(form):
+        found = gdeq.solve(f, z0, Broyden(4, 0.0, step_bits=bits))
     assert found.codes.tolist()[1] == Status.NONFINITE
     for a, was, begin in zip(found.z, seen[when], z0, strict=True):
         assert torch.equal(a[1], was[1])
@@ -520,9 +517,12 @@ AFTER = [
 ]
 
 
-@pytest.mark.parametrize("gradient", AFTER, ids=repr)
-def test_all_that_follows_a_solve_takes_a_z_in_bfloat16(form, gradient):
-    problem = Pair(BF16, BF16)
+@pytest.mark.parametrize(
+    ("gradient", "dtype"),
+    [*((gradient, BF16) for gradient in AFTER), (AFTER[0], F16), (AFTER[1], F16)],
+)
+def test_all_that_follows_a_solve_takes_a_z_in_half_precision(form, gradient, dtype):
+    problem = Pair(dtype, dtype)
     found, expected = (problem.gradients(gradient, engine) for engine in (form, "reference"))
     for a, b in zip(found, expected, strict=True):
         assert (a - b).norm() < (0.2 if DEVICE.type == "cpu" else 0.05) * b.norm()

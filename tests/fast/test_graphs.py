@@ -14,8 +14,6 @@ import gdeq
 from gdeq.fast import graphs
 from gdeq.fast.graphs import Captured, Memory, Repeated
 
-cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 class Cell(nn.Module):
     def __init__(self, width=16):
@@ -67,21 +65,19 @@ GRADIENTS = [
 ]
 
 
-@cuda
 @pytest.mark.parametrize(
     ("gradient", "tol"),
     [(gradient, 0.0) for gradient in GRADIENTS]
     + [(gradient, 1e-3) for gradient in (gdeq.GDEQ(), gdeq.GDEQ(refine=2), gdeq.JFB(refine=1))],
     ids=repr,
 )
-def test_losses_and_weights_are_those_of_the_plain_step(gradient, tol):
-    device = torch.device("cuda")
-    plain = Training(device, gradient, gdeq.Broyden(6, tol))
-    graph = Training(device, gradient, gdeq.Broyden(6, tol))
+def test_losses_and_weights_are_those_of_the_plain_step(gradient, tol, gpu):
+    plain = Training(gpu, gradient, gdeq.Broyden(6, tol))
+    graph = Training(gpu, gradient, gdeq.Broyden(6, tol))
     step = gdeq.capture(graph.step)
     with warnings.catch_warnings():
         warnings.simplefilter("error", gdeq.CaptureWarning)
-        for x, y in batches(device, 8):
+        for x, y in batches(gpu, 8):
             expected, found = plain.step(x, y), step(x, y)
             torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(
@@ -92,11 +88,9 @@ def test_losses_and_weights_are_those_of_the_plain_step(gradient, tol):
         torch.testing.assert_close(b, a, rtol=1e-3, atol=1e-4)
 
 
-@cuda
-def test_a_recorded_solve_ends_when_all_samples_are_done():
-    device = torch.device("cuda")
+def test_a_recorded_solve_ends_when_all_samples_are_done(gpu):
     torch.manual_seed(0)
-    deq = gdeq.DEQ(Cell().to(device), gdeq.Broyden(40, 1e-4), gdeq.GDEQ())
+    deq = gdeq.DEQ(Cell().to(gpu), gdeq.Broyden(40, 1e-4), gdeq.GDEQ())
 
     @gdeq.capture
     def step(x):
@@ -107,7 +101,7 @@ def test_a_recorded_solve_ends_when_all_samples_are_done():
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for scale in (1.0, 1.0, 1.0, 1.0, 0.01, 1.0, 3.0):
-            x = (scale * torch.randn(12, 16, generator=generator)).to(device)
+            x = (scale * torch.randn(12, 16, generator=generator)).to(gpu)
             z, steps, codes, trace = step(x)
             torch.testing.assert_close(z, deq(x), rtol=1e-4, atol=1e-5)
             assert steps.tolist() == deq.solution.steps.tolist()
@@ -145,16 +139,14 @@ def test_a_repeated_part_is_played_as_often_as_needed(needed, every, plays, monk
         assert heard == ["judge", "record", "go on", "wait"] * plays
 
 
-@cuda
-def test_recordings_that_share_their_memory_take_turns():
-    device = torch.device("cuda")
-    plain, graph = Training(device, gdeq.GDEQ()), Training(device, gdeq.GDEQ())
+def test_recordings_that_share_their_memory_take_turns(gpu):
+    plain, graph = Training(gpu, gdeq.GDEQ()), Training(gpu, gdeq.GDEQ())
     ways = [(gdeq.Broyden(n, 0.0), gdeq.GDEQ(refine=k)) for n, k in ((4, 0), (7, 2), (5, 1))]
     memory = Memory()
     steps = [gdeq.capture(graph.step, warmup=2, memory=memory) for _ in ways]
     order = [0] * 4 + [1] * 4 + [0] * 2 + [2] * 4 + [0, 1, 2, 1, 0, 2]
     kept = []
-    for number, (x, y) in zip(order, batches(device, len(order)), strict=True):
+    for number, (x, y) in zip(order, batches(gpu, len(order)), strict=True):
         for training in (plain, graph):
             training.model[1].solver, training.model[1].gradient = ways[number]
         expected, found = plain.step(x, y), steps[number](x, y)
@@ -165,13 +157,11 @@ def test_recordings_that_share_their_memory_take_turns():
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
-@cuda
-def test_a_learning_rate_in_a_tensor_can_be_changed_between_calls():
+def test_a_learning_rate_in_a_tensor_can_be_changed_between_calls(gpu):
     """And results stay when the next call comes."""
-    device = torch.device("cuda")
-    training = Training(device, gdeq.GDEQ())
+    training = Training(gpu, gdeq.GDEQ())
     step = gdeq.capture(training.step)
-    data = list(batches(device, 6))
+    data = list(batches(gpu, 6))
     kept = [step(x, y)["loss"] for x, y in data[:5]]
     assert len({loss.item() for loss in kept}) == 5
     training.optimizer.param_groups[0]["lr"].zero_()
@@ -184,11 +174,9 @@ def test_a_learning_rate_in_a_tensor_can_be_changed_between_calls():
         assert torch.equal(value, before[name])
 
 
-@cuda
-def test_other_shapes_run_plain_and_say_so():
-    device = torch.device("cuda")
-    step = gdeq.capture(Training(device, gdeq.GDEQ()).step)
-    for x, y in batches(device, 5):
+def test_other_shapes_run_plain_and_say_so(gpu):
+    step = gdeq.capture(Training(gpu, gdeq.GDEQ()).step)
+    for x, y in batches(gpu, 5):
         step(x, y)
     with pytest.warns(gdeq.CaptureWarning, match="another shape"):
         loss = step(x[:5], y[:5])["loss"]
@@ -196,17 +184,15 @@ def test_other_shapes_run_plain_and_say_so():
     assert step(x, y)["loss"].isfinite()
 
 
-@cuda
-def test_a_step_that_waits_for_the_device_says_so_and_goes_on():
-    device = torch.device("cuda")
-    training = Training(device, gdeq.GDEQ())
+def test_a_step_that_waits_for_the_device_says_so_and_goes_on(gpu):
+    training = Training(gpu, gdeq.GDEQ())
 
     @gdeq.capture
     def step(x, y):
         assert float(y.sum()) >= 0
         return training.step(x, y)
 
-    data = list(batches(device, 6))
+    data = list(batches(gpu, 6))
     for x, y in data[:2]:
         step(x, y)
     with pytest.warns(gdeq.CaptureWarning, match="waits for the device, first at "):
@@ -215,8 +201,7 @@ def test_a_step_that_waits_for_the_device_says_so_and_goes_on():
         assert step(x, y)["loss"].isfinite()
 
 
-@cuda
-def test_a_failed_recording_leaves_everything_usable():
+def test_a_failed_recording_leaves_everything_usable(gpu):
     """What the look before the recording does not see: an allocation that only the host knows."""
     calls = []
 
@@ -227,25 +212,23 @@ def test_a_failed_recording_leaves_everything_usable():
         return x * torch.rand_like(x)
 
     captured = gdeq.capture(step, warmup=2)
-    x = torch.ones(4, device="cuda")
+    x = torch.ones(4, device=gpu)
     captured(x)
     captured(x)
     with pytest.warns(gdeq.CaptureWarning, match="could not be recorded"):
         captured(x)
     assert captured(x).isfinite().all()
-    assert torch.rand(3, device="cuda").isfinite().all()
+    assert torch.rand(3, device=gpu).isfinite().all()
     again = gdeq.capture(lambda x: x * torch.rand_like(x), warmup=2)
     found = [again(x) for _ in range(4)]
     assert again.graph is not None
     assert not torch.equal(found[2], found[3])
 
 
-@cuda
-def test_a_way_that_another_has_gone_is_recorded_at_once():
-    device = torch.device("cuda")
-    plain, graph = Training(device, gdeq.GDEQ()), Training(device, gdeq.GDEQ())
+def test_a_way_that_another_has_gone_is_recorded_at_once(gpu):
+    plain, graph = Training(gpu, gdeq.GDEQ()), Training(gpu, gdeq.GDEQ())
     plain_step, first = plain.step, gdeq.capture(graph.step, warmup=2, memory=Memory())
-    data = list(batches(device, 8))
+    data = list(batches(gpu, 8))
     for x, y in data[:4]:
         plain_step(x, y), first(x, y)
     other = gdeq.Broyden(7, 0.0)
@@ -307,11 +290,10 @@ def test_a_try_without_a_step_before_it_is_made_again_after_one(fails, made, mon
     assert len(gave_up) == (len(fails) == 2) == bool(captured.reason)
 
 
-@cuda
-def test_a_recording_under_autocast_sees_the_weights_change():
+def test_a_recording_under_autocast_sees_the_weights_change(gpu):
     """Autocast keeps half-precision copies of weights: none may be frozen into the graph."""
-    layer = nn.Linear(4, 4, bias=False, device="cuda")
-    x = torch.eye(4, device="cuda")
+    layer = nn.Linear(4, 4, bias=False, device=gpu)
+    x = torch.eye(4, device=gpu)
     with torch.autocast("cuda", torch.bfloat16), torch.no_grad():
         step = gdeq.capture(layer, warmup=2)
         for value in range(6):

@@ -95,8 +95,9 @@ def test_a_compiled_cell_is_compiled_once_for_all_solves():
 def test_weights_that_a_hook_makes_are_left_alone():
     with pytest.warns(FutureWarning):
         made = nn.utils.weight_norm(nn.Linear(4, 4))
-    plain = nn.Linear(4, 4)
-    found = half_weights.HalfWeights(nn.ModuleList([made, plain]), torch.bfloat16).layers
+    changed, plain = nn.Linear(4, 4), nn.Linear(4, 4)
+    changed.register_forward_pre_hook(lambda layer, _: layer.weight.data.mul_(0.5))
+    found = half_weights.HalfWeights(nn.ModuleList([made, changed, plain]), torch.bfloat16).layers
     assert [layer for layer, _ in found] == [plain]
 
 

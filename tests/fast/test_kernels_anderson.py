@@ -1,7 +1,4 @@
-"""Anderson's steps against Walker & Ni 2011, and what is learned from differences that are noise.
-
-Without a GPU the kernels run in Triton's interpreter.
-"""
+"""Anderson's steps against Walker & Ni 2011; what is learned from differences that are noise."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ pytest.importorskip("triton")
 from gdeq.fast.kernels import sweep as fused
 from sweeps import DEVICE, FORMS, both, engine_of, kept, sweep, use
 
-# Before the interpreter has masked them, it computes with numbers that nobody wrote.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 

@@ -5,13 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gdeq.fast.kernels import available
 from gdeq.fast.kernels.norms import (
     Source,
     block_end,
     empty_channels_last,
     fuse,
-    fuse_plain,
     group_norm,
     norm_act,
     norm_act_plain,
@@ -27,12 +25,16 @@ from norm_cases import (
     affine,
     channels_last,
     check,
+    check_twice,
     clear,
     close,
     exact_norm,
+    fuse_plain,
     rounding,
 )
 from pairs import pairs
+
+pytestmark = pytest.mark.usefixtures("kernels_run")
 
 SHAPES = [  # batch, channels, groups, height, width
     (2, 40, 2, 5, 3),  # groups of 20: not a power of two
@@ -42,12 +44,6 @@ SHAPES = [  # batch, channels, groups, height, width
     (2, 12, 4, 1, 1),  # one pixel
 ]
 CHUNKS = 1 << 7  # numbers in a tile: the first shape goes by in chunks
-
-
-@pytest.fixture(autouse=True)
-def kernels_run(device):
-    if not available(device):
-        pytest.skip("Triton does not run here")
 
 
 @pytest.fixture(params=[None, CHUNKS], ids=["whole", "chunks"])
@@ -68,7 +64,7 @@ def inputs_of(x, *vectors):
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind", "relu"), pairs(SHAPES, ["none", "shared", "each"], [False, True])
+    ("shape", "kind", "relu"), pairs(SHAPES, ["none", "shared", "each", "spread"], [False, True])
 )
 def test_any_groups(shape, kind, relu, tile, device, launches):
     batch, channels, groups, height, width = shape
@@ -76,6 +72,8 @@ def test_any_groups(shape, kind, relu, tile, device, launches):
     vectors = (None, None)
     if kind != "none":
         vectors = affine(channels, device, batch if kind == "each" else None, grad=True)
+    if kind == "spread":  # one memory for all samples
+        vectors = [v.detach().expand(batch, -1).requires_grad_() for v in vectors]
     exact = exact_norm(x, groups, *vectors, relu)
     y = norm_act(x, groups, *vectors, relu=relu)
     assert y.permute(0, 2, 3, 1).is_contiguous()
@@ -358,22 +356,8 @@ def test_gradients_of_some_inputs(device):
 def test_second_derivatives(device):
     x = channels_last(2, 6, 3, 2, device=device).requires_grad_()
     weight, bias = affine(6, device, grad=True)
-    direction = torch.randn_like(x)
-    results = []
-    for y in (norm_act(x, 3, weight, bias, relu=True), exact_norm(x, 3, weight, bias, True)):
-        first = torch.autograd.grad(y, (x, weight), direction.to(y.dtype), create_graph=True)
-        size = sum(g.double().square().sum() for g in first)
-        results.append(torch.autograd.grad(size, (x, weight)))
-    for a, b in zip(*results, strict=True):
-        close(a, b, 1e-4)
-
-
-def test_scale_and_shift_in_one_memory_for_all_samples(tile, device):
-    x = channels_last(3, 6, 5, 4, device=device).requires_grad_()
-    vectors = [v.detach().expand(3, 6).requires_grad_() for v in affine(6, device)]
-    exact = exact_norm(x, 3, *vectors, True)
-    y = norm_act(x, 3, *vectors, relu=True)
-    check(y, [x, *vectors], exact, torch.randn_like(x))
+    both = [lambda f=f: f(x, 3, weight, bias, relu=True) for f in (norm_act, exact_norm)]
+    check_twice(both, [x, weight], 1e-4)
 
 
 def test_per_sample_sums_over_the_batch(device):
@@ -486,11 +470,10 @@ def test_passes_that_overlap_leave_each_other_alone(device):
 
 def test_slices_have_second_derivatives(device):
     x = channels_last(1, 10, 2, 3, device=device).requires_grad_()
-    results = []
-    for split in (slices, lambda x, sizes: x.split(sizes, dim=1)):
-        one, two = split(x, (4, 6))
-        y = norm_act(one, 2, None, None)[:, :2] * norm_act(two, 3, None, None)[:, :2]
-        (first,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
-        results.append([first, *torch.autograd.grad(first.square().sum(), x)])
-    for a, b in zip(*results, strict=True):
-        close(a, b, 1e-3)
+
+    def product(parts):
+        one, two = parts
+        return (norm_act(one, 2, None, None)[:, :2] * norm_act(two, 3, None, None)[:, :2]).sin()
+
+    both = [lambda: product(slices(x, (4, 6))), lambda: product(x.split((4, 6), dim=1))]
+    check_twice(both, [x], 1e-3)

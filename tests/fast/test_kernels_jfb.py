@@ -1,7 +1,4 @@
-"""`JFB(refine=k)`: a refinement without an inverse, and its kernels on a state's tensors.
-
-Without a GPU the kernels run in Triton's interpreter.
-"""
+"""`JFB(refine=k)`: a refinement without an inverse, and its kernels on a state's tensors."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ from gdeq.fast.layout import FastSpace
 from gdeq.state import StateSpace
 from sweeps import DEVICE, use
 
-# Before the interpreter has masked them, it computes with numbers that nobody wrote.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 BF16, F64 = torch.bfloat16, torch.float64
 
 

@@ -1,7 +1,4 @@
-"""`gdeq.refinement.refine` in kernels: which w it gives, when an earlier one is taken, its error.
-
-Without a GPU the kernels run in Triton's interpreter.
-"""
+"""`gdeq.refinement.refine` in kernels: its w, when an earlier one is taken, its error."""
 
 from __future__ import annotations
 
@@ -9,17 +6,16 @@ import pytest
 import torch
 
 import gdeq
-from gdeq.fast.eight_bits import Scales, rounded_to_eight_bits
+from gdeq.fast.eight_bits import Scales
 from gdeq.fast.product import ProductInverse
 from gdeq.refinement import Refinement, minus_identity, refine
 from problems import Wide, assert_near, paper_broyden, transposed_system
 
 pytest.importorskip("triton")
 from gdeq.fast.kernels import refinement
+from oracles.rounding import rounded_to_eight_bits
 from sweeps import DEVICE, FORMS, use
 
-# Before the interpreter has masked them, it computes with numbers that nobody wrote.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 

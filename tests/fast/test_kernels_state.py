@@ -14,8 +14,6 @@ from gdeq.fast.kernels import state as kernels
 from gdeq.fast.layout import FastSpace
 from sweeps import DEVICE, use
 
-# Before the interpreter has masked them, it computes with numbers that nobody wrote.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 GRADIENTS = [gdeq.GDEQ(), gdeq.JFB(), gdeq.Implicit(gdeq.Broyden(5, 1e-9)), gdeq.NPG()]
 
 
@@ -84,6 +82,12 @@ def test_tensors_that_are_not_dense_are_joined(launches):
     strange = (z[0].flip(2).transpose(2, 3), z[1].contiguous())
     assert torch.equal(FastSpace(z).pack(strange), StateSpace(z).pack(strange))
     assert launches == ["join"]
+
+
+def test_parts_of_one_memory_in_another_order_are_joined():
+    numbers = torch.arange(10.0, device=DEVICE)
+    for z in ((numbers[6:].view(2, 2), numbers[:6].view(2, 3)), (numbers[:4].view(2, 2),) * 2):
+        assert torch.equal(FastSpace(z).as_parts(list(z)), torch.cat([p.flatten() for p in z]))
 
 
 @pytest.mark.parametrize(
@@ -165,20 +169,6 @@ def train(gradient, dtype=torch.float64, work=lambda z: z):
     z = work(deq(image(2, 16, 4, dtype)))
     ((z[0] ** 2).sum() + (z[1] ** 3).sum()).backward()
     return [p.grad for p in cell.parameters()], z, deq.solution
-
-
-@pytest.mark.parametrize("gradient", GRADIENTS, ids=repr)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_gradients_are_those_of_the_reference(gradient, dtype, launches):
-    with use("reference"):
-        expected, _, _ = train(gradient, dtype)
-    assert not launches
-    with use("fast"):
-        found, _, _ = train(gradient, dtype)
-    assert launches
-    tolerance = 1e-8 if dtype == torch.float64 else 0.15
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(

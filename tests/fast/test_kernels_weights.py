@@ -1,26 +1,20 @@
 """Weights of convolutions made ready in one launch, against PyTorch operation by operation."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 
-from gdeq.fast.kernels import available, weights
+from gdeq.fast.kernels import weights
 from gdeq.fast.kernels.weights import Convolution, Merged, Plans, merge, merge_plain
+from norm_cases import check_twice
 
-
-@pytest.fixture(autouse=True)
-def kernels_run(device):
-    if not available(device):
-        pytest.skip("Triton does not run here")
+pytestmark = pytest.mark.usefixtures("kernels_run")
 
 
 @pytest.fixture(params=[1, 8], ids=["row by row", "rows together"])
 def tuning(request, monkeypatch):
-    for name, default in weights.TUNING.items():
-        changed = replace(default, rows=request.param, numbers=8 if request.param == 1 else 64)
-        monkeypatch.setitem(weights.TUNING, name, changed)
+    monkeypatch.setattr(weights, "ROWS", request.param)
+    monkeypatch.setattr(weights, "NUMBERS", 8 * request.param)
 
 
 def convolution(outputs, inputs, edge, device, normalised=False, order=torch.contiguous_format):
@@ -123,16 +117,10 @@ def test_an_unused_result_gives_zeros(device):
 
 def test_second_derivatives(device):
     merged = [Merged((convolution(3, 4, 3, device, normalised=True),))]
-    results = []
-    for made in (merge(merged, torch.float32), merge_plain(merged, torch.float32)):
-        first = torch.autograd.grad(made[0].sin().sum(), parameters(merged), create_graph=True)
-        size = sum(g.square().sum() for g in first)
-        results.append(torch.autograd.grad(size, parameters(merged)))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    both = [lambda f=f: f(merged, torch.float32)[0].sin() for f in (merge, merge_plain)]
+    check_twice(both, parameters(merged), 1e-4)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, which the interpreter uses
 def test_a_row_of_zeros_is_not_hidden(device):
     merged = [Merged((convolution(3, 4, 3, device, normalised=True),))]
     with torch.no_grad():
@@ -195,10 +183,8 @@ def test_what_kernels_cannot_take_goes_to_pytorch(device):
     assert merge([], torch.float32) == []
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_graph_reads_the_parameters_as_they_are_then():
-    device = torch.device("cuda")
-    merged, plans = mixture(device), Plans()
+def test_a_graph_reads_the_parameters_as_they_are_then(gpu):
+    merged, plans = mixture(gpu), Plans()
     merge(merged, torch.float32, plans)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -212,6 +198,6 @@ def test_a_graph_reads_the_parameters_as_they_are_then():
     expected = torch.autograd.grad([w.sin().sum() for w in plain], parameters(merged))
     for a, b in zip([*found, *gradients], [*plain, *expected], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    other = mixture(device)
+    other = mixture(gpu)
     with pytest.raises(RuntimeError, match="has moved"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         merge(other, torch.float32, plans)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gdeq.engine import Reference
-from gdeq.fast.eight_bits import BLOCK, Scales, chunks_of, in_full, rounded_to_eight_bits
+from gdeq.fast.eight_bits import BLOCK, Scales, chunks_of, in_full
 from gdeq.fast.engine import FastEngine
 from gdeq.fast.product import (
     COARSEST,
@@ -25,6 +25,7 @@ from gdeq.operators import norm
 from gdeq.solution import Status
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import System, noise_level
+from oracles.rounding import rounded_to_eight_bits
 
 
 class OracleEngine(FastEngine):
@@ -90,9 +91,6 @@ class PlainSweep:
     @property
     def unfinished(self) -> Tensor:  # (1,)
         return self.ledger.active.sum().view(1)
-
-    def prepare_repetition(self) -> None:
-        raise NotImplementedError("a plain sweep is not recorded")
 
     def take(self, t: int, fz: Tensor) -> None:
         """Judge iterate t by f at it, learn from it, and go on unless it is the last one."""

@@ -5,7 +5,7 @@ scale is its largest number over 127.  So a number is known to 1/254 of the larg
 Rounding is to the nearest, and to the even one of two.  A chunk that is not finite has the scale
 infinity and zeros, whose product is NaN.
 
-`gdeq.fast.kernels.chunks.rounded_with_bytes` does the same on a GPU.
+`gdeq.fast.kernels.chunks.rounded_with_bytes` does it; tests/oracles/rounding.py is its plain twin.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 LEVELS = 127
 BLOCK = 1024
@@ -44,26 +43,6 @@ class Scales:
 def chunks_of(sizes: tuple[int, ...], block: int) -> list[int]:
     """The number of chunks of each part."""
     return [-(-size // block) for size in sizes]
-
-
-def rounded_to_eight_bits(
-    step: Tensor, sizes: tuple[int, ...], block: int
-) -> tuple[Tensor, Tensor]:  # (batch, d) -> (batch, d) int8, (batch, chunks) float32
-    """The whole numbers and their scales."""
-    parts = step.float().split(sizes, dim=1)
-    padded = [pad(part, (0, -part.shape[1] % block)).unflatten(1, (-1, block)) for part in parts]
-    chunks = torch.cat(padded, dim=1)  # (batch, chunks, block)
-    largest = chunks.abs().amax(2)
-    finite = largest < torch.inf  # false for NaN too
-    largest = torch.where(finite, largest, torch.inf)
-    some = largest >= LEAST
-    scale = torch.where(some, largest * (1 / LEVELS), 0.0)
-    per_scale = torch.where(some & finite, LEVELS / largest, 0.0)
-    whole = torch.round(chunks * per_scale.unsqueeze(2))
-    whole = torch.where(finite.unsqueeze(2), whole, 0.0).to(torch.int8)
-    pieces = whole.split(chunks_of(sizes, block), dim=1)
-    pairs = zip(pieces, sizes, strict=True)
-    return torch.cat([piece.flatten(1)[:, :size] for piece, size in pairs], dim=1), scale
 
 
 def in_full(steps: Tensor, scales: Scales | None, dtype: torch.dtype) -> Tensor:

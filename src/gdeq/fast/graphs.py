@@ -44,6 +44,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -304,10 +305,7 @@ class Memory:
 
 
 class Recording:
-    """Graphs that are played one after the other; some of them repeatedly.
-
-    memory: shared with others.
-    """
+    """Graphs that are played one after the other; some of them repeatedly."""
 
     def __init__(self, memory: Memory) -> None:
         self.memory = memory
@@ -370,20 +368,18 @@ class Recording:
             part.replay()
 
 
+@dataclass
 class Repeated:
     """Two graphs that are played in turn until nothing is left to do."""
 
-    def __init__(
-        self,
-        judge: torch.cuda.CUDAGraph,
-        go_on: torch.cuda.CUDAGraph,
-        unfinished: Tensor,
-        most: int,
-        every: int,
-    ) -> None:
-        self.judge, self.go_on = judge, go_on
-        self.unfinished, self.most, self.every = unfinished, most, every
-        self.seen = torch.ones(1, dtype=unfinished.dtype).pin_memory()
+    judge: torch.cuda.CUDAGraph
+    go_on: torch.cuda.CUDAGraph
+    unfinished: Tensor
+    most: int
+    every: int
+
+    def __post_init__(self) -> None:
+        self.seen = torch.ones(1, dtype=self.unfinished.dtype).pin_memory()
         self.read = torch.cuda.Event()
 
     def replay(self) -> None:

@@ -28,9 +28,7 @@ class FastSpace(StateSpace):
         differentiates = factor is not None and torch.is_grad_enabled()
         if differentiates or not self._in_one_launch([leaf.dtype for leaf in leaves]):
             return super().join(leaves, dtype, factor)
-        if factor is None:
-            return state.join(self.rows(leaves), dtype or self.dtype)
-        return state.join_scaled(self.rows(leaves), dtype or self.dtype, factor)
+        return state.join(self.rows(leaves), dtype or self.dtype, factor)
 
     def split(
         self, flat: Tensor, dtypes: Sequence[torch.dtype], factor: Tensor | None = None
@@ -38,10 +36,7 @@ class FastSpace(StateSpace):
         differentiates = factor is not None and torch.is_grad_enabled()
         if differentiates or not self._in_one_launch(dtypes):
             return super().split(flat, dtypes, factor)
-        if factor is None:
-            parts = state.split(flat, self.sizes, dtypes[0])
-        else:
-            parts = state.split_scaled(flat, self.sizes, dtypes[0], factor)
+        parts = state.split(flat, self.sizes, dtypes[0], factor)
         return [self.shaped(part, i) for i, part in enumerate(parts)]
 
     def copies(self, leaves: Sequence[Tensor]) -> list[Tensor]:

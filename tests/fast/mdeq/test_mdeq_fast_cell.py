@@ -8,13 +8,12 @@ import torch
 from mdeq_cases import FEW, LITTLE, cells, close
 
 from gdeq import DEQ, GDEQ, Broyden, hold
-from gdeq.fast.kernels import constant_maps
 from gdeq.fast.kernels.norms.slices import _Home
 from gdeq.fast.mdeq import cell as cell_file
 from gdeq.fast.mdeq import convolution, run
 from gdeq.fast.mdeq import weights as weights_file
 from gdeq.fast.mdeq.run import CellMap
-from gdeq.fast.mdeq.weights import Prepared, at_zero, prepare
+from gdeq.fast.mdeq.weights import Prepared, prepare
 from gdeq.fast.streams import Serial
 from gdeq.models.mdeq import named
 from gdeq.regularize import jacobian_penalty
@@ -317,17 +316,6 @@ def test_the_first_evaluation(config, size, dtype, batch, device):
     for a, b, truth in zip(found, expected, exact, strict=True):
         assert a.dtype == dtype
         assert (a - truth).norm() <= 2 * (b - truth).norm() + 1e-3 * truth.norm()
-
-
-@pytest.mark.parametrize("shift", [True, False])
-def test_a_block_at_zero_in_either_form(shift, device):
-    weight = torch.randn(4, 12, 3, 3).contiguous(memory_format=torch.channels_last)
-    bias = torch.randn(12) if shift else None
-    plain = at_zero(weight, bias, 4, 5)
-    on_device = weight.to(device), bias.to(device) if shift else None
-    found = constant_maps.convolved(*on_device, 4, 5).cpu()
-    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
-    assert found.stride() == plain.stride()
 
 
 # ---- where it lies, and when it is used

@@ -281,6 +281,11 @@ def own_forward(model):
     model.stem.forward = lambda x: 2 * forward(x)
 
 
+def own_start(model):
+    start = model.deq.cell.initial_state
+    model.deq.cell.initial_state = lambda injection: tuple(z + 1 for z in start(injection))
+
+
 def compiled(model):
     call = model.head._call_impl
     model.head._compiled_call_impl = lambda z: 2 * call(z)
@@ -329,6 +334,7 @@ ALL = {"stem", "solve", "f", "head"}
         (patch("deq.cell.scales.0.blocks.0.dropout", p=0.5), ALL),
         (patch("deq.cell.scales.0.blocks.0.dropout", channelwise=False), {"stem", "head"}),
         (own_forward, ALL - {"stem"}),
+        (own_start, ALL - {"solve"}),
         (compiled, ALL - {"head"}),
     ],
 )

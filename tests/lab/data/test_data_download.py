@@ -50,15 +50,6 @@ def test_a_broken_connection_is_tried_again(server, root, monkeypatch):
     assert len(load("cifar10", root).train_x) == 15
 
 
-def test_half_a_download_is_no_data_set(server, root, visible):
-    server.script = [1000]
-    with pytest.raises(DataError, match=r"the connection broke .*1000 bytes read"):
-        prepare("cifar10", root)
-    assert visible(root) == []
-    with pytest.raises(DataError, match="gdeq data cifar10"):
-        load("cifar10", root)
-
-
 def test_no_length_given(server, tmp_path):
     server.length = False
     told = []
@@ -70,27 +61,29 @@ def test_no_length_given(server, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("script", "change", "message"),
     [
-        ({"url_md5": "0" * 32}, f"{ARCHIVE} is not the official file: MD5 hash of downloaded"),
+        ([1000], {}, r"the connection broke .*1000 bytes read"),
+        ([(404, "Not Found")], {}, "the server answered 404 Not Found"),
+        ([], {"url_md5": "0" * 32}, f"{ARCHIVE} is not the official file: MD5 hash of downloaded"),
         (
+            [],
             {"md5": data_files.md5s() | {"data_batch_2.bin": "0" * 32}},
             r"data_batch_2 has MD5 .*, the official one has 000",
         ),
     ],
 )
-def test_wrong_contents(server, root, visible, change, message):
+def test_what_goes_wrong_is_told_and_leaves_no_data_set(
+    server, root, visible, script, change, message
+):
+    server.script = script
     server.change(**change)
     with pytest.raises(DataError, match=message):
         prepare("cifar10", root)
-    assert visible(root) == []
-
-
-def test_the_server_says_no(server, root):
-    server.script = [(404, "Not Found")]
-    with pytest.raises(DataError, match="the server answered 404 Not Found"):
-        prepare("cifar10", root)
     assert len(server.asked) == 1
+    assert visible(root) == []
+    with pytest.raises(DataError, match="gdeq data cifar10"):
+        load("cifar10", root)
 
 
 def test_no_connection(tmp_path):

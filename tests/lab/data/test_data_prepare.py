@@ -86,14 +86,12 @@ def test_a_damaged_copy_with_no_other_is_reported_and_kept(tmp_path):
     assert len(list(folder.iterdir())) == 6
 
 
-def test_files_of_others_in_a_damaged_folder_are_kept(tmp_path, visible):
-    (damaged(tmp_path) / "my-notes.txt").write_text("mine")
+def test_files_of_others_in_a_damaged_folder_stay(tmp_path):
+    folder = damaged(tmp_path)
+    (folder / "my-notes.txt").write_text("mine")
     data_files.write_python(tmp_path / "cifar-10-batches-py")
-    told = []
-    prepare("cifar10", tmp_path, progress=lambda what, *_: told.append(what))
-    aside = tmp_path / "cifar-10-batches-bin.old-1"
-    assert visible(aside) == ["my-notes.txt"]
-    assert str(aside) in told[-1]
+    prepare("cifar10", tmp_path)
+    assert (folder / "my-notes.txt").read_text() == "mine"
     assert len(load("cifar10", tmp_path).train_x) == 15
 
 
@@ -152,15 +150,6 @@ def test_a_full_disk_during_the_download(tmp_path, monkeypatch, visible):
     with pytest.raises(DataError, match="no space left"):
         prepare("cifar10", tmp_path)
     assert visible(tmp_path) == []  # the disk has its space back
-
-
-def test_no_permission_for_the_root(tmp_path, monkeypatch):
-    def refuse(self, *args, **kwargs):
-        raise PermissionError(errno.EACCES, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(DataError, match=f"no permission to write {tmp_path / 'x'}"):
-        prepare("cifar10", tmp_path / "x")
 
 
 def test_a_root_that_cannot_be_a_folder(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from sudoku_grids import grids, table
 
 from gdeq.lab.data import DataError, prepare
+from gdeq.lab.data.recipe import LARGEST
 from gdeq.lab.data.sets import SETS
 from gdeq.lab.data.sudoku import (
     HARDEST,
@@ -66,6 +67,13 @@ def test_it_is_taken_from(form, files, tmp_path):
 def test_without_a_copy_it_says_what_to_do(files, tmp_path):
     with pytest.raises(DataError, match="gdeq data sudoku --from FOLDER"):
         prepare("sudoku", tmp_path / "data")
+
+
+def test_a_table_that_claims_to_be_huge_is_not_read(files, tmp_path):
+    with (files / HARDEST).open("r+b") as file:
+        file.truncate(LARGEST + 1)
+    with pytest.raises(DataError, match="where at most 110,000,000 belong"):
+        prepare("sudoku", tmp_path / "data", files)
 
 
 def test_the_table_of_sudoku_extreme_is_read_too(some):

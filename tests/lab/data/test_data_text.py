@@ -28,7 +28,7 @@ def words(tmp_path, monkeypatch):
     for name, part in PARTS.items():
         (folder / f"ptb.{name}.txt").write_text(part)
     sums = {f"ptb.{name}.txt": md5(part.encode()) for name, part in PARTS.items()}
-    recipe = dataclasses.replace(texts.penn_treebank(), md5=sums)
+    recipe = dataclasses.replace(texts.PENN_TREEBANK, md5=sums)
     monkeypatch.setitem(SETS, "ptb", recipe)
     return folder
 

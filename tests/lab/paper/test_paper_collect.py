@@ -29,7 +29,7 @@ def compared(path, epoch, cosine=0.9, method="GDEQ", batches=3, **changes):
     record = {
         **{"epoch": epoch, "method": method, "vjps": 0, "cosine": cosine},
         **{"relative_error": 0.4, "adjoint_residual": 0.5, "forward_residual": 1e-3},
-        **{"exact_residual": 2e-6, "exact_forward_residual": 1e-6},
+        **{"exact_tol": 1e-4, "exact_residual": 2e-6, "exact_forward_residual": 1e-6},
         **{"spectral_radius": 0.7, "spectral_radius_max": 0.9, **changes},
     }
     with (path / "similarity.jsonl").open("a") as file:
@@ -133,13 +133,14 @@ def test_the_speed_up_is_of_one_code_where_there_is_one(partial):
     assert speed_ups()[1] == f"~ {220 / fast:.2f}×"
 
 
-def test_a_seed_that_diverged_is_seen_beside_the_mean_of_the_others(partial):
-    before = row_of(text_of(partial), "GDEQ")[1]
-    assert before.endswith("(3 seeds)")
+def test_runs_that_diverged_are_told(partial):
+    assert row_of(text_of(partial), "GDEQ")[1].endswith("(3 seeds)")
     (partial / "gdeq-seed2" / "summary.json").unlink()
     (partial / "gdeq-seed2" / "failed.json").write_text(json.dumps({"reason": "NaN"}))
-    after = row_of(text_of(partial), "GDEQ")[1]
-    assert after.endswith("(2 seeds of 3, 1 diverged)")
+    (make(partial, "npg-seed0", until=2) / "failed.json").write_text(json.dumps({"steps": 44}))
+    text = text_of(partial)
+    assert row_of(text, "GDEQ")[1].endswith("(2 seeds of 3, 1 diverged)")
+    assert row_of(text, "NPG")[1] == "failed: the loss became NaN after step 44"
 
 
 def test_what_is_not_one_recipe_is_named(partial):
@@ -149,29 +150,22 @@ def test_what_is_not_one_recipe_is_named(partial):
     assert "Not the same in all rows: optimizer.lr = 0.001 (Implicit / GDEQ); 0.5 (NPG)." in text
 
 
-def test_convergence(collected):
-    out = collected / "out"
-    assert (out / "convergence.png").read_bytes().startswith(b"\x89PNG")
-    runs = {r["run"] for r in rows_of(out / "convergence.csv")}
-    assert runs == {"gdeq-seed0", "gdeq-seed1", "gdeq-seed2", "implicit-seed0", "jfb-seed0"}
-
-
-def test_a_run_tested_every_tenth_epoch_is_drawn_only_where_no_other_is(partial):
+def test_a_run_tested_every_tenth_epoch_is_drawn_only_where_no_other_is(collected, partial):
+    assert (collected / "out" / "convergence.png").read_bytes().startswith(b"\x89PNG")
+    drawn = {"gdeq-seed0", "gdeq-seed1", "gdeq-seed2", "implicit-seed0", "jfb-seed0"}
+    assert {r["run"] for r in rows_of(collected / "out" / "convergence.csv")} == drawn
     make(partial, "implicit-seed1", 93.9, 210.0, test_every=10)
     make(partial, "npg-seed0", 93.9, 210.0, test_every=10)
     lines = collecting.convergence(collecting.read_all(partial)).series
-    found = [(line.label, line.run.name) for line in lines]
-    assert [name for label, name in found if label == "Implicit"] == ["implicit-seed0"]
-    assert ("NPG", "npg-seed0") in found
+    assert {line.run.name for line in lines} == drawn | {"npg-seed0"}
 
 
 def test_what_is_exact_is_said_when_it_is_measured():
-    """By --exact-tol; older records do not say it."""
-    record = {"exact_residual": 5e-4, "exact_forward_residual": 1e-6}
-    assert not collecting.is_exact(record)
-    assert collecting.is_exact({**record, "exact_tol": 5e-4})
+    record = {"exact_tol": 5e-4, "exact_residual": 5e-4, "exact_forward_residual": 1e-6}
+    assert collecting.is_exact(record)
     assert not collecting.is_exact({**record, "exact_tol": 4e-4})
-    assert collecting.is_exact({**record, "exact_residual": 1e-4})
+    for key in record:
+        assert not collecting.is_exact({**record, key: None})
 
 
 def test_similarity_marks_what_is_not_exact(collected):
@@ -187,21 +181,12 @@ def test_similarity_marks_what_is_not_exact(collected):
         assert png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_diverged_is_told(partial):
-    path = make(partial, "npg-seed0", until=2)
-    (path / "failed.json").write_text(json.dumps({"reason": "NaN", "steps": 44}))
-    text = text_of(partial)
-    assert row_of(text, "NPG")[1] == "failed: the loss became NaN after step 44"
-
-
-def test_the_page_comes_too(collected):
+def test_the_pages_come_too(collected, tmp_path):
+    """The record has one of its own."""
     page = (collected / "out" / "report" / "report.html").read_text()
     assert "gdeq-pretrained-seed0" in page
     assert not (collected / "table2.csv").exists()  # it went where --out said
     assert not (collected / "out" / "report-record").exists()
-
-
-def test_the_record_has_a_page_of_its_own(tmp_path):
     make(tmp_path, "npg-seed0", 91.0, epochs=2)
     make(tmp_path, "record-adaptive", 95.0, epochs=4)
     collecting.collect(tmp_path)

@@ -30,7 +30,6 @@ def test_table_2_is_one_recipe_with_the_papers_steps():
     npg = configs["npg-seed0"].gradient
     assert (npg.steps, npg.damping) == (5, 0.5)
     for name, config in configs.items():
-        changed = {text.partition(":")[0] for text in differences(base, config)}
         allowed = {"seed", "snapshots", "test_every"}
         if name.startswith(("adaptive", "gdeq-6steps")):  # ours, and told apart in the table
             allowed |= {"epochs", "optimizer.lr", "measure_every", "solver.max_iter"}
@@ -38,40 +37,35 @@ def test_table_2_is_one_recipe_with_the_papers_steps():
             allowed |= {"model.dropout", "optimizer.lr"}
         if name.startswith("gdeq-50epochs"):
             allowed |= {"epochs"}
-        other = {key for key in changed if not key.startswith(("gradient.", "adapt."))}
+        other = {
+            key for key in changed(base, config) if not key.startswith(("gradient.", "adapt."))
+        }
         assert other <= allowed, name
 
 
 def test_a_run_whose_gradients_are_compared_is_named_by_its_method(few_images):
-    compared = [run for run in plan.make_plan() if run.similarity]
-    for run in compared:
-        own = label(vars(run.config(SETTINGS).gradient))
-        assert plan.title(run.row).partition(",")[0] == own, run.name
-
-
-def test_one_run_is_compared_at_all_the_epochs_of_the_papers_figure(few_images):
+    for run in (run for run in plan.make_plan() if run.similarity):
+        config = run.config(SETTINGS)
+        assert plan.title(run.row).partition(",")[0] == label(vars(config.gradient)), run.name
     long = ["data=digits", "model.size=small", "batch_size=4"]
-    kept = {run.name: run.config(long).snapshots for run in in_group("table2")}
-    assert kept["gdeq-50epochs-seed0"] == (1, 10, 20, 50)
+    (whole,) = plan.chosen(["gdeq-50epochs-seed0"])
+    assert whole.config(long).snapshots == (1, 10, 20, 50)  # those of the paper's figure
+
+
+def changed(one, other):
+    return {text.partition(":")[0] for text in differences(one, other)}
 
 
 def test_the_control_of_the_adaptive_row_differs_from_implicit_by_its_dropout_and_rate():
-    control, implicit, adaptive = (
-        plan.chosen([f"{row}-seed0"])[0].config()
-        for row in ("implicit-dropout", "implicit", "adaptive")
-    )
-    told = {text.partition(":")[0] for text in differences(implicit, control)}
-    assert told == {"model.dropout", "optimizer.lr", "snapshots"}
-    assert control.model == adaptive.model
-    assert control.optimizer == adaptive.optimizer
-
-
-def test_the_preset_is_the_adaptive_row():
-    row, preset = plan.chosen(["adaptive-seed0"])[0].config(), load("cifar10-adaptive")
-    told = {text.partition(":")[0] for text in differences(row, preset)}
-    # Of a solver whose steps are not read, and what is told and kept on the way.
-    assert told <= {"solver.max_iter", "log_every", "checkpoint_seconds", "snapshots"} | {
-        *("gradient.max_iter", "gradient.tol")
+    names = ("implicit-dropout", "implicit", "adaptive")
+    control, implicit, adaptive = (plan.chosen([f"{row}-seed0"])[0].config() for row in names)
+    assert changed(implicit, control) == {"model.dropout", "optimizer.lr", "snapshots"}
+    assert (control.model, control.optimizer) == (adaptive.model, adaptive.optimizer)
+    # The preset is the adaptive row, but for a solver whose steps are not read, and what is told.
+    told = changed(adaptive, load("cifar10-adaptive"))
+    assert told <= {
+        *("solver.max_iter", "log_every", "checkpoint_seconds", "snapshots"),
+        *("gradient.max_iter", "gradient.tol"),
     }
 
 

@@ -220,13 +220,6 @@ def test_text_from_run_folders_stays_text(tmp_path):
         assert not {"script", "b", "i"} & names
 
 
-def test_an_unfinished_run_beside_a_finished_one_is_named(tmp_path):
-    paths = [make_run(tmp_path / "a"), make_run(tmp_path / "half", seed=1, until=3)]
-    page = Page(report.write(paths, tmp_path / "out").read_text())
-    assert page.tables["headline"][1][1].endswith("1 run, 1 unfinished†")
-    assert "† unfinished, the latest figure: half (epoch 3 of 12, not counted)." in page.text
-
-
 def test_what_the_runs_show_stands_at_the_top_and_every_cell_knows_its_column(comparison, page):
     """On a phone a row is a card, with the head of the column before each value."""
     text = comparison[1].read_text()

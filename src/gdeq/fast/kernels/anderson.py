@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 from gdeq.fast import product
+from gdeq.fast.kernels.chunks import INFINITY
 
 LEAST_SHARE = tl.constexpr(product.LEAST_SHARE)
 COARSEST = tl.constexpr(product.COARSEST)
-INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
@@ -56,16 +56,12 @@ def next_step(
     differences = tl.minimum(count, KIND.MEMORY)
     first = count - differences
     inside = u < differences
-    of_l, of_p = (
-        samples.coordinates + b * PLACES * PLACES,
-        samples.products + b * PLACES * PLACES,
-    )
+    of_l = samples.coordinates + b * PLACES * PLACES
+    of_p = samples.products + b * PLACES * PLACES
     at = (first + u)[:, None] * PLACES + place[None, :]
     known = tl.load(of_l + at, mask=inside[:, None] & (place < count)[None, :], other=0.0)
-    kept = (
-        tl.load(samples.keep + b * PLACES + first + u, mask=inside & (first + u < last), other=0)
-        != 0
-    )
+    keep = samples.keep + b * PLACES + first + u
+    kept = tl.load(keep, mask=inside & (first + u < last), other=0) != 0
     # ‖s_j‖², on the diagonal of G, of which nothing else is needed
     at = samples.gram + (b * PLACES + place) * PLACES + place
     lengths = tl.load(at, mask=place < last, other=0.0).to(tl.float64)
@@ -100,16 +96,12 @@ def next_step(
     terms = tl.sum(terms * tl.sqrt(tl.where(place == last, squared, lengths)), 0)
     keeps = keeps & (change * change > limits.blur * terms * (of_last + tl.sqrt(gg)))
     kept = tl.where(newest, keeps, kept & (exact | (first + u < last - 1)))
-    tl.store(
-        samples.keep + b * PLACES + first + u,
-        kept.to(tl.int8),
-        mask=inside & (first + u >= last - 1),
-    )
+    tl.store(keep, kept.to(tl.int8), mask=inside & (first + u >= last - 1))
 
     used = inside & kept & (size > 0)
     size = tl.where(used, size, 1.0)
-    here, there = tl.where(used, 1.0 / size, 0.0), tl.where(used, 1.0 / size, 0.0)
-    system = of_dg * here[:, None] * there[None, :]
+    here = tl.where(used, 1.0 / size, 0.0)
+    system = of_dg * here[:, None] * here[None, :]
     system += tl.where(diagonal, tl.where(used, limits.ridge, 1.0).to(tl.float64)[:, None], 0.0)
     gamma = _solved(system, right * here, u, KIND.WINDOW) * here
 

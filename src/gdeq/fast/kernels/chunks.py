@@ -111,7 +111,7 @@ def largest_of(x):
 
 @triton.jit
 def rounded_with_bytes(x):
-    """`eight_bits.rounded_to_eight_bits` of a chunk: whole numbers, as float32 and int8; the scale.
+    """A chunk in 8 bits (`eight_bits`): whole numbers, as float32 and int8; the scale.
 
     The int8 are the last bytes beside NO_FRACTION: an instruction that converts a float32 takes a
     GPU eight times as long as others.

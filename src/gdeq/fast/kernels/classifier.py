@@ -39,10 +39,8 @@ def classify_plain(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def classify(y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """y: (batch, channels, height, width); weight: (classes, channels) -> (batch, classes).
 
-    The result has the dtype of y.
+    For what it `takes`; the result has the dtype of y.
     """
-    if not takes(y, weight, bias):
-        return classify_plain(y, weight, bias)
     if differentiates(y, weight, bias):
         return _Classify.apply(y, weight, bias)
     return _forward(y, weight, bias)[0]

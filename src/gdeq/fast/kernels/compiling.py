@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gdeq.context import hidden
 from gdeq.fast.kernels.device import triton_is_there
@@ -44,7 +44,8 @@ def compile_ahead(step: Callable[[], Any], *modules: nn.Module) -> int:
     if not _can_compile_aside():
         return 0
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    kept = [(t, t.detach().clone(), t.grad) for module in modules for t in _tensors(module)]
+    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    kept = [(t, t.detach().clone(), t.grad) for t in tensors]
     for tensor, _, _ in kept:
         tensor.grad = None
     try:
@@ -58,11 +59,6 @@ def compile_ahead(step: Callable[[], Any], *modules: nn.Module) -> int:
     return len(compiled)
 
 
-def _tensors(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 def _can_compile_aside() -> bool:
     if not triton_is_there() or os.environ.get("TRITON_INTERPRET") == "1":
         return False
@@ -74,7 +70,7 @@ def _can_compile_aside() -> bool:
 
 
 @contextlib.contextmanager
-def compiling(threads: int = THREADS) -> Iterator[list[Any]]:
+def compiling() -> Iterator[list[Any]]:
     """While open, launches of Triton kernels, in any thread, compile instead; at the end all are
     compiled, or the first error is raised.  Yields the list of those that were not known."""
     from triton.runtime._async_compile import AsyncCompileMode, active_mode  # noqa: PLC0415
@@ -92,7 +88,7 @@ def compiling(threads: int = THREADS) -> Iterator[list[Any]]:
             finally:
                 active_mode.reset(outer)
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         mode = AsyncCompileMode(pool)
         JITFunction.run = compile_instead
         try:

@@ -115,33 +115,26 @@ def takes(batch: int, dtypes: Sequence[torch.dtype]) -> bool:
     return alike and len(dtypes) <= MOST_PARTS and 0 < batch <= MOST_SAMPLES
 
 
-def join(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # (batch, size) each
-    """Their rows beside each other, in this dtype: (batch, d)."""
-    return _Join.apply(dtype, *parts)
+def join(parts: Sequence[Tensor], dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
+    """The rows of the parts, (batch, size) each, beside each other in this dtype: (batch, d).
+
+    factor: of each sample, (batch,) in this dtype; without autograd.
+    """
+    return _Join.apply(dtype, *parts) if factor is None else _joined(parts, dtype, factor)
 
 
-def split(rows: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:  # (batch, d)
-    """The columns of each part, (batch, size), in this dtype.
+def split(
+    rows: Tensor, sizes: Sequence[int], dtype: torch.dtype, factor: Tensor | None = None
+) -> list[Tensor]:
+    """The columns of each part of the rows, (batch, d), in this dtype: (batch, size).
 
     They lie in one buffer, one after another; to autograd they are tensors of their own.
+
+    factor: of each sample, (batch,) in the dtype of the rows; without autograd.
     """
-    return list(_Split.apply(rows, tuple(sizes), dtype))
-
-
-def join_scaled(parts: Sequence[Tensor], dtype: torch.dtype, factor: Tensor) -> Tensor:
-    """`join` times a factor of each sample, (batch,) in this dtype; without autograd."""
-    rows = parts[0].new_empty(len(parts[0]), sum(part.shape[1] for part in parts), dtype=dtype)
-    _launch(rows, [part.contiguous() for part in parts], True, factor)
-    return rows
-
-
-def split_scaled(
-    rows: Tensor, sizes: Sequence[int], dtype: torch.dtype, factor: Tensor
-) -> list[Tensor]:
-    """`split` of the rows times a factor, (batch,) in their dtype; without autograd."""
-    buffer = split_buffer(rows, sizes, dtype, factor)
-    pieces = buffer.split([len(rows) * size for size in sizes])
-    return [piece.view(len(rows), -1) for piece in pieces]
+    if factor is None:
+        return list(_Split.apply(rows, tuple(sizes), dtype))
+    return _pieces(split_buffer(rows, sizes, dtype, factor), sizes, len(rows))
 
 
 def norms(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:  # -> (batch,)
@@ -163,19 +156,25 @@ def split_buffer(
 ) -> Tensor:
     """The one buffer, (batch·d,), of what `split` returns; without autograd."""
     buffer = rows.new_empty(rows.numel(), dtype=dtype)
-    pieces = buffer.split([len(rows) * size for size in sizes])
-    _launch(rows.contiguous(), [piece.view(len(rows), -1) for piece in pieces], False, factor)
+    _launch(rows.contiguous(), _pieces(buffer, sizes, len(rows)), False, factor)
     return buffer
+
+
+def _pieces(buffer: Tensor, sizes: Sequence[int], batch: int) -> list[Tensor]:
+    return [piece.view(batch, -1) for piece in buffer.split([batch * size for size in sizes])]
+
+
+def _joined(parts: Sequence[Tensor], dtype: torch.dtype, factor: Tensor | None = None) -> Tensor:
+    rows = parts[0].new_empty(len(parts[0]), sum(part.shape[1] for part in parts), dtype=dtype)
+    _launch(rows, [part.contiguous() for part in parts], True, factor)
+    return rows
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *parts: Tensor) -> Tensor:
-        sizes = tuple(part.shape[1] for part in parts)
-        ctx.sizes, ctx.dtype = sizes, parts[0].dtype
-        rows = parts[0].new_empty(len(parts[0]), sum(sizes), dtype=dtype)
-        _launch(rows, [part.contiguous() for part in parts], joins=True)
-        return rows
+        ctx.sizes, ctx.dtype = tuple(part.shape[1] for part in parts), parts[0].dtype
+        return _joined(parts, dtype)
 
     @staticmethod
     def backward(ctx: Any, rows: Tensor) -> tuple[Any, ...]:
@@ -188,17 +187,16 @@ class _Split(torch.autograd.Function):
         ctx: Any, rows: Tensor, sizes: tuple[int, ...], dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
         ctx.dtype = rows.dtype
-        buffer = split_buffer(rows, sizes, dtype)
-        pieces = buffer.split([len(rows) * size for size in sizes])
+        pieces = _pieces(split_buffer(rows, sizes, dtype), sizes, len(rows))
         # As .data: views of one buffer could not be changed in place, one without the others.
-        return tuple(piece.view(len(rows), -1).data for piece in pieces)
+        return tuple(piece.data for piece in pieces)
 
     @staticmethod
     def backward(ctx: Any, *parts: Tensor) -> tuple[Any, ...]:
         return _Join.apply(ctx.dtype, *parts), None, None
 
 
-def _launch(rows: Tensor, parts: list[Tensor], joins: bool, factor: Tensor | None = None) -> None:
+def _launch(rows: Tensor, parts: list[Tensor], joins: bool, factor: Tensor | None) -> None:
     sizes, at = tuple(part.shape[1] for part in parts), _distances(parts)
     table = _table(sizes, rows.device)
     with on_device(rows):

@@ -223,12 +223,8 @@ def _dots_of_chunk(b, chunk, point, store, samples, room, count, KIND: tl.conste
         if KIND.MEASURED:
             y = _change(there, point.last_fz, newest, unit, in_parts, inside)
     at = samples.norms + (b * chunks + chunk) * 4
-    gg, ff, zz, yy = (
-        tl.sum(g * g, 0),
-        tl.sum(there * there, 0),
-        tl.sum(here * here, 0),
-        tl.sum(y * y, 0),
-    )
+    gg, ff = tl.sum(g * g, 0), tl.sum(there * there, 0)
+    zz, yy = tl.sum(here * here, 0), tl.sum(y * y, 0)
     tl.store(at, gg.to(tl.float64))
     tl.store(at + 1, ff.to(tl.float64))
     tl.store(at + 2, zz.to(tl.float64))
@@ -496,10 +492,6 @@ class Sweep:
         self.samples = self._samples(batch, chunks)
         self.limits = self._limits()
         self.kind = self._kind()
-        self.first_kind, self.counted_kind = (
-            self.kind._replace(FIRST=True),
-            self.kind._replace(COUNTED=True),
-        )
         self.store = self._store()
         self.registers: dict[str, int] = {}
         if self.steps.element_size() == 2:
@@ -585,9 +577,7 @@ class Sweep:
         )
 
     def _kind_of(self, t: int, counted: bool) -> Kind:
-        if counted:
-            return self.counted_kind
-        return self.kind if t else self.first_kind
+        return self.kind._replace(FIRST=t == 0, COUNTED=counted)
 
     def _point(self, fz: Tensor) -> Point:
         return Point(self.z, self.parts, fz, self.last_fz)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from gdeq.fast.kernels import anderson
+from gdeq.fast.kernels.chunks import INFINITY
 from gdeq.solution import Status
 
 # Rows of the numbers kept for each sample; after them the residuals of its parts, and those of the
@@ -30,7 +31,6 @@ MAX_STEPS = tl.constexpr(int(Status.MAX_STEPS))
 FIXED_STEPS = tl.constexpr(int(Status.FIXED_STEPS))
 DIVERGED = tl.constexpr(int(Status.DIVERGED))
 STALLED = tl.constexpr(int(Status.STALLED))
-INFINITY = tl.constexpr(float("inf"))
 AHEAD = tl.constexpr(8)  # rows of G that are under way from memory
 
 

@@ -39,16 +39,9 @@ ALIGNMENT = 64  # numbers: cuDNN's fast kernels want each weight to start at a m
 INDEX_LIMIT = 2**31  # offsets within one row are 32-bit integers
 
 
-@dataclass
-class Tuning:
-    """Rows that a program takes, and how many numbers of each it looks at together."""
-
-    rows: int = 1
-    numbers: int = 1024
-    warps: int = 4
-
-
-TUNING = {"forward": Tuning(), "backward": Tuning()}
+ROWS = 1  # of a program
+NUMBERS = 1024  # of each, that it looks at together
+WARPS = 4
 
 
 @dataclass(frozen=True)
@@ -130,19 +123,13 @@ def _layout(table, row, count):
 
 
 @jit
-def _each(values):
-    """(rows,) beside the numbers of a row."""
-    return values[:, None]
-
-
-@jit
 def _merge_kernel(table, count, out, norms, ROWS: tl.constexpr, NUMBERS: tl.constexpr):
     """Reads rows of v as they lie, writes rows of w as they lie: no lane is idle, whatever the
     size of the convolution."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    source = _each(_field(table, 0, row, count).to(tl.pointer_type(tl.float32)))
+    source = _field(table, 0, row, count).to(tl.pointer_type(tl.float32))[:, None]
     gains = _field(table, 1, row, count)
-    target = _each(out + _field(table, 2, row, count))
+    target = (out + _field(table, 2, row, count))[:, None]
     channel_step, pixel_step, inputs, width, first, pixels = _layout(table, row, count)
     normalised = gains != 0
     squares = tl.zeros((ROWS,), tl.float32)
@@ -150,7 +137,7 @@ def _merge_kernel(table, count, out, norms, ROWS: tl.constexpr, NUMBERS: tl.cons
         size = inputs * pixels
         for start in range(0, tl.max(size), NUMBERS):
             number = start + tl.arange(0, NUMBERS)[None, :]
-            v = tl.load(source + number, mask=number < _each(size), other=0.0)
+            v = tl.load(source + number, mask=number < size[:, None], other=0.0)
             squares += tl.sum(v * v, axis=1)
     norm = tl.where(normalised, tl.sqrt(squares), 1.0)
     g = tl.load(gains.to(tl.pointer_type(tl.float32)), mask=normalised, other=1.0)
@@ -159,13 +146,13 @@ def _merge_kernel(table, count, out, norms, ROWS: tl.constexpr, NUMBERS: tl.cons
     size = width * pixels
     for start in range(0, tl.max(size), NUMBERS):
         number = start + tl.arange(0, NUMBERS)[None, :]
-        pixel = number // _each(tl.maximum(width, 1))
-        channel = number - pixel * _each(width) - _each(first)
-        inside = number < _each(size)
-        own = (channel >= 0) & (channel < _each(inputs))
-        where = source + pixel * _each(pixel_step) + channel * _each(channel_step)
+        pixel = number // tl.maximum(width, 1)[:, None]
+        channel = number - pixel * width[:, None] - first[:, None]
+        inside = number < size[:, None]
+        own = (channel >= 0) & (channel < inputs[:, None])
+        where = source + pixel * pixel_step[:, None] + channel * channel_step[:, None]
         v = tl.load(where, mask=inside & own, other=0.0)
-        value = tl.where(own, v * _each(scale), 0.0)  # a scale may be infinite
+        value = tl.where(own, v * scale[:, None], 0.0)  # a scale may be infinite
         tl.store(target + number, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -173,12 +160,12 @@ def _merge_kernel(table, count, out, norms, ROWS: tl.constexpr, NUMBERS: tl.cons
 def _place_in_merged(number, channel_step, inputs, width, first, pixels):
     """Where the numbers of a row of v, in the order they lie in, are in the row of w."""
     last = channel_step == 1  # channels-last, or a single pixel
-    inner = _each(tl.maximum(tl.where(last, inputs, pixels), 1))
+    inner = tl.maximum(tl.where(last, inputs, pixels), 1)[:, None]
     outer = number // inner
     within = number - outer * inner
-    pixel = tl.where(_each(last), outer, within)
-    channel = tl.where(_each(last), within, outer)
-    return pixel * _each(width) + channel + _each(first)
+    pixel = tl.where(last[:, None], outer, within)
+    channel = tl.where(last[:, None], within, outer)
+    return pixel * width[:, None] + channel + first[:, None]
 
 
 @jit
@@ -187,10 +174,10 @@ def _merge_backward_kernel(
 ):
     """Everything in the order of v."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    source = _each(_field(table, 0, row, count).to(tl.pointer_type(tl.float32)))
+    source = _field(table, 0, row, count).to(tl.pointer_type(tl.float32))[:, None]
     gains = _field(table, 1, row, count)
-    e_row = _each(incoming + _field(table, 2, row, count))
-    target = _each(dweights + _field(table, 3, row, count))
+    e_row = (incoming + _field(table, 2, row, count))[:, None]
+    target = (dweights + _field(table, 3, row, count))[:, None]
     channel_step, _pixel_step, inputs, width, first, pixels = _layout(table, row, count)
     size = inputs * pixels
     normalised = gains != 0
@@ -198,7 +185,7 @@ def _merge_backward_kernel(
     if tl.max(normalised.to(tl.int32)) > 0:
         for start in range(0, tl.max(size), NUMBERS):
             number = start + tl.arange(0, NUMBERS)[None, :]
-            mask = (number < _each(size)) & _each(normalised)
+            mask = (number < size[:, None]) & normalised[:, None]
             v = tl.load(source + number, mask=mask, other=0.0)
             place = _place_in_merged(number, channel_step, inputs, width, first, pixels)
             along += tl.sum(v * tl.load(e_row + place, mask=mask, other=0.0).to(tl.float32), axis=1)
@@ -209,11 +196,11 @@ def _merge_backward_kernel(
     back = along / (norm * norm)
     for start in range(0, tl.max(size), NUMBERS):
         number = start + tl.arange(0, NUMBERS)[None, :]
-        mask = number < _each(size)
-        v = tl.load(source + number, mask=mask & _each(normalised), other=0.0)
+        mask = number < size[:, None]
+        v = tl.load(source + number, mask=mask & normalised[:, None], other=0.0)
         place = _place_in_merged(number, channel_step, inputs, width, first, pixels)
         e = tl.load(e_row + place, mask=mask, other=0.0).to(tl.float32)
-        tl.store(target + number, _each(scale) * (e - v * _each(back)), mask=mask)
+        tl.store(target + number, scale[:, None] * (e - v * back[:, None]), mask=mask)
 
 
 # ---- where everything lies
@@ -372,19 +359,14 @@ def _merged(plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     device = plan.table.device
     buffer = torch.empty(plan.out_size, dtype=dtype, device=device)
     norms = torch.empty(plan.rows, dtype=torch.float32, device=device)
-    _launch(_merge_kernel, TUNING["forward"], plan, buffer, norms)
+    _launch(_merge_kernel, plan, buffer, norms)
     return buffer, norms
 
 
-def _launch(kernel: Any, tuning: Tuning, plan: Plan, *arguments: Tensor) -> None:
+def _launch(kernel: Any, plan: Plan, *arguments: Tensor) -> None:
     with on_device(plan.table):
-        kernel[(triton.cdiv(plan.rows, tuning.rows),)](
-            plan.table,
-            plan.rows,
-            *arguments,
-            ROWS=tuning.rows,
-            NUMBERS=tuning.numbers,
-            num_warps=tuning.warps,
+        kernel[(triton.cdiv(plan.rows, ROWS),)](
+            plan.table, plan.rows, *arguments, ROWS=ROWS, NUMBERS=NUMBERS, num_warps=WARPS
         )
 
 
@@ -424,7 +406,7 @@ class _Merge(torch.autograd.Function):
         dweights = torch.empty(plan.grad_size, dtype=torch.float32, device=device)
         dgains = torch.empty(plan.rows, dtype=torch.float32, device=device)
         arguments = gathered, norms, dweights, dgains
-        _launch(_merge_backward_kernel, TUNING["backward"], plan, *arguments)
+        _launch(_merge_backward_kernel, plan, *arguments)
         found: list[Tensor | None] = []
         rest = iter(zip(tensors, wanted, strict=True))
         gains = [gain for parts, _ in ctx.form for gain in parts]

@@ -31,6 +31,7 @@ from gdeq.fast.mdeq.weights import Prepared, Weights
 from gdeq.fast.streams import side_by_side
 from gdeq.layer import DEQ
 from gdeq.models.mdeq import MDEQ, Head, MDEQCell, MDEQConfig, MultiscaleState, Stem
+from gdeq.state import autocast_dtype
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -59,10 +60,7 @@ def _takes(config: MDEQConfig, *tensors: Tensor) -> bool:
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """What a convolution of x computes in."""
-    kind = x.device.type
-    if torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return x.dtype
+    return autocast_dtype(x.device.type) or x.dtype
 
 
 def _prepared(cell: MDEQCell) -> Prepared:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +61,7 @@ class Pools(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BSD(Recipe):
+class BSD(Recipe[Pools]):
     """The fields are what the tests make smaller."""
 
     md5: Mapping[str, str] = field(default_factory=lambda: MD5)
@@ -76,7 +76,6 @@ class BSD(Recipe):
     wanted = frozenset(MD5)
     folders = ("bsd",)
     archives = ("bsd.tar.xz",)
-    classes = ()
     terms = (
         "The Berkeley pictures are for non-commercial research and education, as far as we know; "
         "the kernels come from a repository under the MIT licence.  Do not pass the pictures on"
@@ -100,12 +99,9 @@ class BSD(Recipe):
         with reading(folder / KERNELS):
             yield KERNELS, files.read(folder / KERNELS, LARGEST)
 
-    def arrays(self, contents: dict[str, Contents]) -> Pools:  # type: ignore[override]
+    def arrays(self, contents: dict[str, Contents]) -> Pools:
         train, bsd68, set12 = (unpack(contents[f"{pool}.bin"]) for pool in NAMES)
         return Pools(train, bsd68, set12, read_kernels(bytes(contents[KERNELS])))
-
-    def load(self, root: Path) -> Pools:  # type: ignore[override]
-        return cast(Pools, super().load(root))
 
     def ways(self, progress: Progress) -> Iterator[Way]:
         def authors(scratch: Path) -> Path:

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from gdeq.lab import files
 from gdeq.lab.data.dataset import Arrays, Pixels
 from gdeq.lab.data.errors import DataError, reading
 from gdeq.lab.data.fetch import download, run_downloader
-from gdeq.lab.data.recipe import Contents, Progress, Recipe, Way, md5_of
+from gdeq.lab.data.recipe import Contents, Progress, Recipe, Way, md5_of, read
 
 BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 OFFICIAL_MD5 = {
@@ -47,7 +46,7 @@ SUFFIXES = (".bin", "", ".png")  # of the batches, by which a layout is recognis
 
 
 @dataclass(frozen=True)
-class CIFAR10(Recipe):
+class CIFAR10(Recipe[Arrays]):
     """The fields are what the tests make smaller."""
 
     md5: Mapping[str, str] = field(default_factory=lambda: OFFICIAL_MD5)
@@ -89,7 +88,7 @@ class CIFAR10(Recipe):
         """`cifar-10-batches-bin`."""
         for name in BATCHES:
             path = folder / f"{name}.bin"
-            data = _bytes(path)
+            data = read(path, LARGEST)
             if len(data) % RECORD or not data:
                 raise DataError(
                     f"{path} is cut short: {len(data):,} bytes are no whole number of images "
@@ -101,7 +100,7 @@ class CIFAR10(Recipe):
         """`cifar-10-batches-py`: pickles, which may run code, so only the official ones."""
         for name in BATCHES:
             path = folder / name
-            data = _bytes(path)
+            data = read(path, LARGEST)
             if md5_of(data) != self.pickle_md5[name]:
                 raise DataError(
                     f"{path} is cut short or not the official file, and as a pickle it may hold "
@@ -148,11 +147,6 @@ def _suffix(folder: Path) -> list[str]:
     return [s for s in SUFFIXES if any((folder / f"{name}{s}").is_file() for name in BATCHES)]
 
 
-def _bytes(path: Path) -> bytes:
-    with reading(path):
-        return files.read(path, LARGEST)
-
-
 def _sheet(path: Path) -> Pixels:
     from PIL import Image, UnidentifiedImageError  # noqa: PLC0415 (only this layout needs it)
 
@@ -172,7 +166,7 @@ def _sheet(path: Path) -> Pixels:
 
 def _labels(path: Path) -> list[Any]:
     try:
-        labels = json.loads(_bytes(path))
+        labels = json.loads(read(path, LARGEST))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is cut short or not a list of labels") from error
     if not isinstance(labels, list):

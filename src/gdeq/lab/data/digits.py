@@ -20,7 +20,7 @@ from gdeq.lab.data.recipe import Source
 TEST = 360
 
 
-class Digits(Source):
+class Digits(Source[Arrays]):
     name = "digits"
     classes = tuple(map(str, range(10)))
 

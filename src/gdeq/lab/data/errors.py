@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,8 +34,8 @@ def writing(root: Path, needed: int) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DataError(
-                f"no space left in {root}: about {_mb(needed)} are needed, {_free(root)} are free. "
-                f"Make room or {elsewhere}; nothing half-written was kept."
+                f"no space left in {root}: about {needed / 1e6:,.0f} MB are needed. Make room or "
+                f"{elsewhere}; nothing half-written was kept."
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise DataError(
@@ -45,14 +44,3 @@ def writing(root: Path, needed: int) -> Iterator[None]:
         raise DataError(
             f"cannot write {error.filename or root}: {error.strerror or error}; {elsewhere}"
         ) from error
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB"
-
-
-def _free(folder: Path) -> str:
-    try:
-        return _mb(shutil.disk_usage(folder).free)
-    except OSError:
-        return "too few"

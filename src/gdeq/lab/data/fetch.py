@@ -11,14 +11,16 @@ from gdeq.lab.data.recipe import Progress
 
 CHUNK = 2**20  # bytes
 RETRIES = 2
+TIMEOUT = 1800  # seconds, of another program
 
 
 class _Bar:
     """What pooch calls a progress bar: passes on how far a download is."""
 
+    total = done = 0
+
     def __init__(self, what: str, tell: Progress) -> None:
         self.what, self.tell = what, tell
-        self.total = self.done = 0
 
     def update(self, amount: int) -> None:
         self.done += amount
@@ -69,29 +71,20 @@ def _first_cause(error: BaseException) -> BaseException:
     return error
 
 
-def run_downloader(command: list[str], folder: Path, result: str, *, timeout: float = 1800) -> Path:
+def run_downloader(command: list[str], folder: Path, result: str) -> Path:
     """Run another program that leaves one file like `result` in `folder`; return that file."""
+    told = f"`{' '.join(command)}`"
+    options: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
     try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            timeout=timeout,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        subprocess.run(command, cwd=folder, timeout=TIMEOUT, check=True, **options)
     except FileNotFoundError as error:
         raise DataError(f"{command[0]} is not installed") from error
-    except subprocess.TimeoutExpired as error:
-        raise DataError(f"{command[0]} did not finish in {timeout:g} seconds") from error
-    except OSError as error:
-        raise DataError(f"{command[0]} could not be started: {error}") from error
-    if done.returncode != 0:
-        said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        raise DataError(f"`{' '.join(command)}` failed: {' | '.join(said[:3]) or 'no message'}")
+    except subprocess.CalledProcessError as error:
+        said = [line for line in (error.stderr or error.stdout).splitlines() if line.strip()]
+        raise DataError(f"{told} failed: {' | '.join(said[:3]) or 'no message'}") from error
+    except (subprocess.TimeoutExpired, OSError) as error:
+        raise DataError(f"{command[0]} did not finish: {error}") from error
     found = sorted(folder.glob(result))
     if not found:
-        raise DataError(f"`{' '.join(command)}` left no {result}")
+        raise DataError(f"{told} left no {result}")
     return found[-1]

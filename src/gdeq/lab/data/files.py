@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,21 +33,12 @@ def scratch_folder(root: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def publish(made: Path, target: Path, ours: Iterable[str]) -> Path | None:
-    """Rename `made` to `target`.  An older folder there loses the files that are `ours`; if it
-    holds others it is kept beside `target`, and returned."""
+def publish(made: Path, target: Path) -> None:
+    """Rename `made` to `target`, or its files to their names there: files of others stay."""
     if target.is_symlink():
-        target.unlink()  # what it points to is not ours to clear away
-    if not target.exists():
+        target.unlink()  # what it points to is not ours to change
+    if target.exists():
+        for file in made.iterdir():
+            file.replace(target / file.name)
+    else:
         made.rename(target)
-        return None
-    names = (target.with_name(f"{target.name}.old-{n}") for n in itertools.count(1))
-    aside = next(name for name in names if not name.exists())
-    target.rename(aside)
-    made.rename(target)
-    if aside.is_dir():
-        for name in ours:
-            (aside / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # not empty
-            aside.rmdir()
-    return aside if aside.exists() else None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from gdeq.lab.data.errors import DataError, writing
 from gdeq.lab.data.files import locked, publish, scratch_folder
@@ -34,49 +34,41 @@ def prepare(
         return where
     target = where / recipe.folder
     tell = progress or (lambda what, done, total: None)
-    if source is None and _problem(recipe, target) == "":
+    if source is None and _problem(recipe, target) is None:
         return target
     with writing(where, recipe.size), locked(where):
         failed: list[str] = []
-        if source is None:
-            # Another process may have finished it while this one waited for the lock.
-            problem = _problem(recipe, target)
-            if problem == "":
-                return target
-            if problem is not None:
-                failed.append(f"the copy that is there: {problem}")
-                tell(failed[0], 0, None)
-            ways = _ways(recipe, where, tell)
-        else:
-            ways = iter(_copies(recipe, Path(source).expanduser()))
-        return _try(recipe, target, ways, failed, tell)
+        if source is not None:
+            ways = [_copy(path) for path in _copies(recipe, Path(source).expanduser())]
+            return _try(recipe, target, ways, failed, tell)
+        problem = _problem(recipe, target)
+        if problem is None:  # another process has finished it while this one waited for the lock
+            return target
+        if problem:
+            failed.append(f"the copy that is there: {problem}")
+            tell(failed[0], 0, None)
+        ways = [_copy(path) for path in recipe.copies(where) if path != target]
+        return _try(recipe, target, [*ways, *recipe.ways(tell)], failed, tell)
 
 
-def _problem(recipe: Recipe, folder: Path) -> str | None:
-    """What is wrong with the copy that is there: nothing (""); None if there is no copy."""
+def _problem(recipe: Recipe[Any], folder: Path) -> str | None:
+    """What is wrong with the copy that is there: None if nothing is, "" if there is no copy."""
     if not folder.is_dir():
-        return None
+        return ""
     try:
         recipe.arrays(dict(recipe.checked(folder)))
     except DataError as error:
         return str(error)
-    return ""
+    return None
 
 
-def _ways(recipe: Recipe, root: Path, progress: Progress) -> Iterator[Way]:
-    for path in recipe.copies(root):
-        if path != root / recipe.folder:
-            yield _copy(path)
-    yield from recipe.ways(progress)
-
-
-def _copies(recipe: Recipe, source: Path) -> list[Way]:
+def _copies(recipe: Recipe[Any], source: Path) -> list[Path]:
     if not source.exists():
         raise DataError(f"{source} does not exist")
     found = recipe.copies(source) if source.is_dir() else [source]
     if not found:
         raise DataError(f"{source} holds no {recipe.name} in a form that is known: {recipe.advice}")
-    return [_copy(path) for path in found]
+    return found
 
 
 def _copy(path: Path) -> Way:
@@ -84,7 +76,7 @@ def _copy(path: Path) -> Way:
 
 
 def _try(
-    recipe: Recipe, target: Path, ways: Iterator[Way], failed: list[str], progress: Progress
+    recipe: Recipe[Any], target: Path, ways: list[Way], failed: list[str], progress: Progress
 ) -> Path:
     """The first way that works; the failures of all of them if none does."""
     root = target.parent
@@ -97,11 +89,9 @@ def _try(
             except DataError as error:
                 failed.append(_reason(way, scratch, str(error)))
                 progress(f"failed: {failed[-1]}", 0, None)
-                continue
-            aside = publish(made, target, recipe.md5)
-        if aside is not None:
-            progress(f"what was in {target} before is now in {aside}", 0, None)
-        return target
+            else:
+                publish(made, target)
+                return target
     tried = "".join(f"\n  - {reason}" for reason in failed)
     tried = f" Tried:{tried}" if failed else " It is not downloaded."
     raise DataError(f"could not get {recipe.name} into {root}.{tried}\nWhat to do: {recipe.advice}")
@@ -109,6 +99,7 @@ def _try(
 
 def _reason(way: Way, scratch: Path, error: str) -> str:
     """The error in terms of what the user gave, not of our scratch folder."""
-    error = error.replace(f"{scratch / 'unpacked'}{os.sep}", "").replace(f"{scratch}{os.sep}", "")
+    for folder in (scratch / "unpacked", scratch):
+        error = error.replace(f"{folder}{os.sep}", "")
     error = error.removeprefix(f"{way.title}: ")
     return error if way.title in error else f"{way.title}: {error}"

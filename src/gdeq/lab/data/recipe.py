@@ -6,16 +6,17 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from gdeq.lab import files
 from gdeq.lab.data.archives import unpack
-from gdeq.lab.data.dataset import Arrays
-from gdeq.lab.data.errors import DataError
+from gdeq.lab.data.errors import DataError, reading
 
 # progress(what, done, total): total is None where it is not known.
 Progress = Callable[[str, int, int | None], None]
 Contents = bytes | memoryview
+LARGEST = 110_000_000  # bytes of a file at most
+T = TypeVar("T")
 
 
 class Way(NamedTuple):
@@ -25,18 +26,18 @@ class Way(NamedTuple):
     fetch: Callable[[Path], Path]
 
 
-class Source(ABC):
-    """A named data set."""
+class Source(ABC, Generic[T]):
+    """A named data set, which is loaded as a T."""
 
     name: str
-    classes: tuple[str, ...]
+    classes: tuple[str, ...] = ()
 
     @abstractmethod
-    def load(self, root: Path) -> Arrays:
-        """The arrays, every byte checked; `DataError` says what is wrong and what to do."""
+    def load(self, root: Path) -> T:
+        """All of it, every byte checked; `DataError` says what is wrong and what to do."""
 
 
-class Recipe(Source):
+class Recipe(Source[T]):
     """A data set that must be brought to the disk first, as files with known MD5 sums."""
 
     title: str  # the name as people write it
@@ -48,23 +49,24 @@ class Recipe(Source):
     size: int  # bytes needed at the worst moment, for the message when the disk is full
     advice: str  # what a person can do when every way failed
 
-    @abstractmethod
     def holds(self, folder: Path) -> bool:
         """Whether files of the data set, in a form that is known, lie in `folder`."""
+        return any((folder / name).is_file() for name in self.wanted)
 
-    @abstractmethod
     def contents(self, folder: Path) -> Iterator[tuple[str, Contents]]:
         """Each file's name, as in `md5`, and what it should hold, from any known form."""
+        for name in self.md5:
+            yield name, read(folder / name)
 
     @abstractmethod
-    def arrays(self, contents: dict[str, Contents]) -> Arrays:
-        """Images and labels from checked contents."""
+    def arrays(self, contents: dict[str, Contents]) -> T:
+        """What `load` returns, from checked contents."""
 
-    @abstractmethod
     def ways(self, progress: Progress) -> Iterator[Way]:
-        """How to get it from elsewhere, best first."""
+        """How to get it from elsewhere, best first; by default it cannot be had."""
+        yield from ()
 
-    def load(self, root: Path) -> Arrays:
+    def load(self, root: Path) -> T:
         folder = root / self.folder
         if not folder.is_dir():
             raise DataError(
@@ -78,8 +80,8 @@ class Recipe(Source):
     def copies(self, folder: Path) -> list[Path]:
         """Everything in `folder` that `build` might understand."""
         below = [folder, *(folder / name for name in self.folders)]
-        files = [folder / name for name in self.archives]
-        return [*(f for f in below if self.holds(f)), *(f for f in files if f.is_file())]
+        packed = [folder / name for name in self.archives]
+        return [*filter(self.holds, below), *filter(Path.is_file, packed)]
 
     def build(self, source: Path, out: Path, scratch: Path, progress: Progress) -> None:
         """Turn a copy in any known form into the checked files in `out`."""
@@ -110,3 +112,9 @@ class Recipe(Source):
 
 def md5_of(data: Contents) -> str:
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def read(path: Path, most: int = LARGEST) -> bytes:
+    """A file of a data set, of at most so many bytes."""
+    with reading(path):
+        return files.read(path, most)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,10 +16,10 @@ from gdeq.lab.data.digits import Digits
 from gdeq.lab.data.errors import DataError
 from gdeq.lab.data.recipe import Source
 from gdeq.lab.data.sudoku import Sudoku
-from gdeq.lab.data.text import Enwik8, penn_treebank, wikitext2
+from gdeq.lab.data.text import PENN_TREEBANK, WIKITEXT2, Enwik8
 
-TEXTS: tuple[Source, ...] = (penn_treebank(), wikitext2(), Enwik8())
-SETS: dict[str, Source] = {s.name: s for s in (Digits(), CIFAR10(), BSD(), Sudoku(), *TEXTS)}
+ALL = (Digits(), CIFAR10(), BSD(), Sudoku(), PENN_TREEBANK, WIKITEXT2, Enwik8())
+SETS: dict[str, Source[Any]] = {source.name: source for source in ALL}
 NAMES = tuple(SETS)
 
 
@@ -36,7 +37,7 @@ def load(
     return make(found.name, found.load(data_root(root)), found.classes, device)
 
 
-def find(name: str) -> Source:
+def find(name: str) -> Source[Any]:
     if name in SETS:
         return SETS[name]
     near = difflib.get_close_matches(str(name).lower(), SETS, n=1, cutoff=0.5)

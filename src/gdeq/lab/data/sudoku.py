@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 from gdeq.lab.data.batches import Batches, Part, generator, rows, sent
 from gdeq.lab.data.dataset import Pixels
 from gdeq.lab.data.errors import DataError, reading
-from gdeq.lab.data.recipe import Contents, Progress, Recipe, Way
+from gdeq.lab.data.recipe import Contents, Recipe
 
 MINIMAL, HARDEST = "puzzles2_17_clue.csv", "puzzles5_forum_hardest_1905_11+.csv"
 MD5 = {
@@ -57,7 +57,7 @@ class Pools(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sudoku(Recipe):
+class Sudoku(Recipe[Pools]):
     """The fields are what the tests make smaller.
 
     validation, test: puzzles held out, at least.
@@ -84,23 +84,9 @@ class Sudoku(Recipe):
         f"{HARDEST}, and run: gdeq data sudoku --from FOLDER (or an archive of it)"
     )
 
-    def holds(self, folder: Path) -> bool:
-        return any((folder / name).is_file() for name in self.wanted)
-
-    def contents(self, folder: Path) -> Iterator[tuple[str, Contents]]:
-        for name in MD5:
-            with reading(folder / name):
-                yield name, (folder / name).read_bytes()
-
-    def arrays(self, contents: dict[str, Contents]) -> Pools:  # type: ignore[override]
+    def arrays(self, contents: dict[str, Contents]) -> Pools:
         minimal, hardest = (read_table(bytes(contents[name]), name) for name in MD5)
         return split(minimal, hardest, self.validation, self.test)
-
-    def load(self, root: Path) -> Pools:  # type: ignore[override]
-        return cast(Pools, super().load(root))
-
-    def ways(self, progress: Progress) -> Iterator[Way]:
-        yield from ()  # its home has the puzzles without solutions
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -258,7 +244,8 @@ class SudokuBatches(Batches):
     def _batch(self, part: Part) -> tuple[Tensor, ...]:
         puzzles, solutions = (rows(tensor, part.chosen).long() for tensor in self.tensors)
         if self.symmetries or self.revealed != (0, 0):
-            drawn = torch.rand(part.count, 116, generator=self._source(part))
+            source = generator(self.seed, part.epoch, part.index)
+            drawn = torch.rand(part.count, 116, generator=source)
             drawn = sent(drawn[part.low : part.high], puzzles.device)
             reveal, keys, digits, *moves = drawn.split((1, 81, 9, 9, 3, 9, 3, 1), 1)
             puzzles = self._reveal(puzzles, solutions, reveal, keys)
@@ -274,9 +261,6 @@ class SudokuBatches(Batches):
             made = tuple(torch.where(free[:, None], new, old) for new, old in pairs)
         self.kept = made
         return made
-
-    def _source(self, part: Part) -> torch.Generator:
-        return generator(self.seed, part.epoch, part.index)
 
     def _reveal(self, puzzles: Tensor, solutions: Tensor, share: Tensor, keys: Tensor) -> Tensor:
         given, (least, most) = puzzles > 0, self.revealed

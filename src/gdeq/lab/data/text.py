@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 from gdeq.lab import files
 from gdeq.lab.data.errors import DataError, reading
 from gdeq.lab.data.fetch import download, run_downloader
-from gdeq.lab.data.recipe import Contents, Progress, Recipe, Way
+from gdeq.lab.data.recipe import LARGEST, Contents, Progress, Recipe, Way, read
 
-LARGEST = 110_000_000  # bytes of a file
 END = "<eos>"
 RAW = "https://raw.githubusercontent.com"
 PTB = f"{RAW}/timbmg/RNNLM/e26dff5d8f4b5d07ee459f192ee2131923d7584f/data"
@@ -42,31 +41,14 @@ class Text(NamedTuple):
         return 256 if self.words is None else len(self.words)
 
 
-class TextRecipe(Recipe):
-    """A text on the disk; its parts in the order train, validation, test."""
-
-    classes = ()
-
-    def holds(self, folder: Path) -> bool:
-        return any((folder / name).is_file() for name in self.wanted)
-
-    def contents(self, folder: Path) -> Iterator[tuple[str, Contents]]:
-        for name in self.md5:
-            with reading(folder / name):
-                yield name, files.read(folder / name, LARGEST)
-
-    def load(self, root: Path) -> Text:  # type: ignore[override]
-        return cast(Text, super().load(root))
-
-
 @dataclass(frozen=True)
-class Words(TextRecipe):
-    """Three files of words; urls: of each file."""
+class WordFiles(Recipe[Text]):
+    """Three files of words, for training, validation and test; urls: of each file."""
 
     name: str
     title: str
     md5: Mapping[str, str]
-    urls: Mapping[str, str]
+    urls: tuple[str, ...]
     terms: str
     size: int
 
@@ -84,11 +66,11 @@ class Words(TextRecipe):
     @property
     def advice(self) -> str:  # type: ignore[override]
         return (
-            f"get {', '.join(self.urls.values())}, put them into one folder as "
+            f"get {', '.join(self.urls)}, put them into one folder as "
             f"{', '.join(self.md5)}, and run: gdeq data {self.name} --from FOLDER"
         )
 
-    def arrays(self, contents: dict[str, Contents]) -> Text:  # type: ignore[override]
+    def arrays(self, contents: dict[str, Contents]) -> Text:
         parts = [words_of(bytes(contents[name])) for name in self.md5]
         vocabulary = sorted(set(parts[0]))
         numbers = {word: number for number, word in enumerate(vocabulary)}
@@ -102,7 +84,7 @@ class Words(TextRecipe):
 
     def ways(self, progress: Progress) -> Iterator[Way]:
         def fetched(scratch: Path) -> Path:
-            for (name, md5), url in zip(self.md5.items(), self.urls.values(), strict=True):
+            for (name, md5), url in zip(self.md5.items(), self.urls, strict=True):
                 download(url, md5, scratch, progress).rename(scratch / name)
             return scratch
 
@@ -110,7 +92,7 @@ class Words(TextRecipe):
 
 
 @dataclass(frozen=True)
-class Enwik8(TextRecipe):
+class Enwik8(Recipe[Text]):
     """The fields are what the tests make smaller.  parts: bytes of each."""
 
     md5: Mapping[str, str] = field(
@@ -140,9 +122,9 @@ class Enwik8(TextRecipe):
             yield from super().contents(folder)
             return
         with reading(packed):
-            yield "enwik8", files.gunzip(files.read(packed, LARGEST), LARGEST)
+            yield "enwik8", files.gunzip(read(packed), LARGEST)
 
-    def arrays(self, contents: dict[str, Contents]) -> Text:  # type: ignore[override]
+    def arrays(self, contents: dict[str, Contents]) -> Text:
         whole = np.frombuffer(contents["enwik8"], np.uint8).copy()
         train, validation, test = np.split(whole, np.cumsum(self.parts)[:2])
         return Text(train, validation, test)
@@ -165,38 +147,31 @@ def words_of(content: bytes) -> list[str]:
     return [word for line in lines for word in (*line.split(), END)]
 
 
-def penn_treebank() -> Words:
-    names = ("train", "valid", "test")
-    sums = (
-        "f26c4b92c5fdc7b3f8c7cdcb991d8420",
-        "aa0affc06ff7c36e977d7cd49e3839bf",
-        "8b80168b89c18661a38ef683c0dc3721",
-    )
-    return Words(
-        name="ptb",
-        title="Penn Treebank",
-        md5={f"ptb.{name}.txt": md5 for name, md5 in zip(names, sums, strict=True)},
-        urls={name: f"{PTB}/ptb.{name}.txt" for name in names},
-        terms="The text is licensed by the LDC, as far as we know: use it for research if you may, "
-        "and do not pass it on",
-        size=15_000_000,
-    )
-
-
-def wikitext2() -> Words:
-    return Words(
-        name="wikitext2",
-        title="WikiText-2",
-        md5={
-            "train.txt": "34a77ebe59551b3a3b3d8c0a2797c976",
-            "valid.txt": "d756d22ab2310e7e60c094bea5c5a8eb",
-            "test.txt": "781c9418ab9414bd09e4aad825aae752",
-        },
-        urls={
-            "train": f"{WIKITEXT}/wikitext2/train.txt",
-            "valid": f"{WIKITEXT}/wikitext2/valid.txt",
-            "test": f"{WIKITEXT_TEST}/wikitext-2/test.txt",
-        },
-        terms=Enwik8.terms,
-        size=30_000_000,
-    )
+PENN_TREEBANK = WordFiles(
+    name="ptb",
+    title="Penn Treebank",
+    md5={
+        "ptb.train.txt": "f26c4b92c5fdc7b3f8c7cdcb991d8420",
+        "ptb.valid.txt": "aa0affc06ff7c36e977d7cd49e3839bf",
+        "ptb.test.txt": "8b80168b89c18661a38ef683c0dc3721",
+    },
+    urls=tuple(f"{PTB}/ptb.{part}.txt" for part in ("train", "valid", "test")),
+    terms="The text is licensed by the LDC, as far as we know: use it for research if you may, and "
+    "do not pass it on",
+    size=15_000_000,
+)
+WIKITEXT2 = WordFiles(
+    name="wikitext2",
+    title="WikiText-2",
+    md5={
+        "train.txt": "34a77ebe59551b3a3b3d8c0a2797c976",
+        "valid.txt": "d756d22ab2310e7e60c094bea5c5a8eb",
+        "test.txt": "781c9418ab9414bd09e4aad825aae752",
+    },
+    urls=(
+        *(f"{WIKITEXT}/wikitext2/train.txt", f"{WIKITEXT}/wikitext2/valid.txt"),
+        f"{WIKITEXT_TEST}/wikitext-2/test.txt",
+    ),
+    terms=Enwik8.terms,
+    size=30_000_000,
+)

@@ -47,6 +47,8 @@ SIMILARITY_HEAD = [
     *("spectral_radius", "spectral_radius_max", "exact"),
 ]
 
+EXACT = ("exact_tol", "exact_residual", "exact_forward_residual")
+
 
 @dataclass(frozen=True)
 class Made:
@@ -249,9 +251,8 @@ def convergence(made: Sequence[Made]) -> Figure:
 
 def is_exact(record: Record) -> bool:
     """Whether the gradient it was compared with was solved as asked for (``--exact-tol``)."""
-    bound = number(record.get("exact_tol")) or 1e-4
-    residuals = [number(record.get(k)) for k in ("exact_residual", "exact_forward_residual")]
-    return all(value is not None and value <= bound for value in residuals)
+    bound, *residuals = (number(record.get(key)) for key in EXACT)
+    return bound is not None and all(value is not None and value <= bound for value in residuals)
 
 
 def similarity_lines(made: Sequence[Made]) -> list[list[object]]:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-import yaml
-
+from gdeq.lab.files import load_yaml
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import runs
 from gdeq.lab.training.config import Config, ConfigError
@@ -32,17 +31,21 @@ class Planned:
     pretrain: bool = False  # unrolled for the first fifth of the steps
     similarity: tuple[int, ...] = ()  # epochs after which the gradients are compared
 
+    def fits(self, pattern: str) -> bool:
+        return fnmatchcase(self.name, pattern) or fnmatchcase(self.group, pattern)
+
     def config(self, overrides: Sequence[str] = (), root: Path | None = None) -> Config:
         """overrides: settings for all runs, ``key=value``; they have the last word."""
         config = configs.load(PRESET, [*self.settings, f"seed={self.seed}"])
-        config = configs.replace(config, **_parsed(overrides))
+        pairs = (text.partition("=") for text in overrides)
+        own = {key.strip().replace(".", "__"): load_yaml(value) for key, _, value in pairs}
+        config = configs.replace(config, **own)
         epochs = {epoch or config.epochs for epoch in self.similarity}
         kept = tuple(sorted(epoch for epoch in epochs if epoch <= config.epochs))
         config = configs.replace(config, snapshots=kept)
-        if self.pretrain and not config.pretrain_steps:
-            steps = runs.default_pretraining(config, root)
-            config = configs.replace(config, pretrain_steps=steps)
-        return config
+        if not self.pretrain or config.pretrain_steps:
+            return config
+        return configs.replace(config, pretrain_steps=runs.default_pretraining(config, root))
 
 
 # The paper's four, in the order of its Table 2.
@@ -62,7 +65,6 @@ ADAPTIVE = (
     *("adapt.steps=[3,4,5,6,7]", "adapt.refine=[0,1,2]", "measure_every=40"),
     *("model.dropout=0.2", "optimizer.lr=0.01"),
 )
-SIX_STEPS = (*("gradient=gdeq", "gradient.refine=1", "solver.max_iter=6", "optimizer.lr=0.01"),)
 # Our own rows of Table 2.
 OWN: dict[str, tuple[str, ...]] = {
     "gdeq-refine1": ("gradient=gdeq", "gradient.refine=1"),
@@ -88,7 +90,6 @@ RECORD = (
     *("epochs=120", "test_every=10", "checkpoint_seconds=120"),
 )
 TITLES = {
-    "implicit": "Implicit",
     "jfb": "JFB",
     "npg": "NPG",
     "gdeq": "GDEQ",
@@ -139,29 +140,18 @@ def _table(*methods: str, seed: int = 0, pretrain: bool = False) -> list[Planned
 def chosen(patterns: Sequence[str] = ()) -> list[Planned]:
     """Those whose name or group fits one of the patterns (``gdeq-*``, ``table2``); all of none."""
     plan = make_plan()
-    for pattern in patterns:
-        if not any(_fits(run, pattern) for run in plan):
+    fitting = {pattern: [run for run in plan if run.fits(pattern)] for pattern in patterns}
+    for pattern, found in fitting.items():
+        if not found:
             groups = ", ".join(dict.fromkeys(run.group for run in plan))
             begun = any(run.name.startswith(f"{pattern}-") for run in plan)
             raise ConfigError(
                 f"no run is called {pattern!r}: give a name, a pattern such as "
                 f"'{pattern if begun else 'gdeq'}-*', or a group ({groups}); --dry-run lists all"
             )
-    return [run for run in plan if not patterns or any(_fits(run, p) for p in patterns)]
-
-
-def _fits(run: Planned, pattern: str) -> bool:
-    return fnmatchcase(run.name, pattern) or fnmatchcase(run.group, pattern)
+    return [run for run in plan if not patterns or any(run in some for some in fitting.values())]
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
     """Before any run: a misspelt setting, or one that would make all rows the same."""
     configs.load(PRESET, list(overrides), runs.GRADIENTS)
-
-
-def _parsed(overrides: Sequence[str]) -> dict[str, object]:
-    found = {}
-    for text in overrides:
-        key, _, value = text.partition("=")
-        found[key.strip().replace(".", "__")] = yaml.safe_load(value)
-    return found

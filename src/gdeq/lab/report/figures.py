@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdeq.lab.report.methods import Look
 from gdeq.lab.report.rows import Row, metric_of
-from gdeq.lab.report.runs import Points, Run, number
+from gdeq.lab.report.runs import Points, Run, points
 from gdeq.lab.report.tables import scientific, time_unit
 
 if TYPE_CHECKING:
@@ -70,42 +70,49 @@ class Figure:
         ]
 
 
-# Over the training: key of the metrics, title, y axis, note, whether it is logarithmic.
-OVER_TRAINING = (
-    (
-        *("residual", "Forward residual", "relative residual of the solve"),
+# Over the training, by their key in the metrics: title, y axis, note.
+OVER_TRAINING = {
+    "residual": (
+        "Forward residual",
+        "relative residual of the solve",
         "How far the forward solve is from the fixed point when it stops: lower is better. A "
         "rising line means that the model becomes harder to solve.",
-        True,
     ),
-    (
-        *("solver_steps", "Forward solver steps", "solver steps per sample"),
+    "solver_steps": (
+        "Forward solver steps",
+        "solver steps per sample",
         "What the forward solve costs. A flat line at the maximum number of steps means that "
         "solves stop there before they reach their tolerance.",
-        False,
     ),
-    (
-        *("backward_residual", "Backward residual", "‖(I − Jᵀ)w − v‖ / ‖v‖"),
+    "backward_residual": (
+        "Backward residual",
+        "‖(I − Jᵀ)w − v‖ / ‖v‖",
         "How well each method solves the adjoint equation, at the steps where the run measured it: "
         "0 is the exact gradient. If f is hard to solve, a smaller residual need not mean a better "
         "gradient.",
-        True,
     ),
-)
+}
 
 
 def make_figures(rows: Sequence[Row]) -> list[Figure]:
     """All for which there is something to show: of the metric, then of the solver."""
-    found = [_metric(rows, "seconds"), _metric(rows, "epoch")]
-    found += [_over_training(rows, *settings) for settings in OVER_TRAINING]
+    found = [
+        _metric(rows, "seconds"),
+        _metric(rows, "epoch"),
+        *(_over_training(rows, key) for key in OVER_TRAINING),
+    ]
     return [figure for figure in found if figure.series]
 
 
 def _metric(rows: Sequence[Row], x: str) -> Figure:
-    followed = [(row.label, run) for row in rows for some in row.scores for run in some.followed]
-    lines = tuple(Series(label, run, run.curve(x)) for label, run in followed if run.curve(x))
     metric = metric_of(rows)
-    slug = re.sub(r"\W+", "_", metric.name)  # a run folder does not choose where files go
+    lines = tuple(
+        Series(row.label, run, curve)
+        for row in rows
+        for some in row.scores
+        for run in some.followed
+        if (curve := run.curve(x))
+    )
     note = (
         "The same runs, epoch by epoch. If one of the same length and learning rate is worse here, "
         "its gradient achieves less per step, however fast it is."
@@ -118,23 +125,23 @@ def _metric(rows: Sequence[Row], x: str) -> Figure:
         )
         if len(lines) < sum(bool(run.curve(x)) for row in rows for run in row.runs):
             note += " Repeats that were tested less often are left out."
-    return against(x, metric.title, metric.key, lines, f"{slug}_{_AXES[x][0]}", note)
-
-
-_AXES = {"seconds": ("time", "training time"), "epoch": ("epochs", "epochs")}
+    slug = re.sub(r"\W+", "_", metric.name)  # a run folder does not choose where files go
+    name = f"{slug}_time" if x == "seconds" else f"{slug}_epochs"
+    return against(x, metric.title, metric.key, lines, name, note)
 
 
 def against(
     x: str, y: str, key: str, lines: tuple[Series, ...], name: str, note: str = ""
 ) -> Figure:
     """A metric against seconds or epochs."""
-    longest = max((at for line in lines for at, _ in line.points), default=0.0)
-    unit, seconds = time_unit(longest) if x == "seconds" else (1.0, "")
+    unit, label, told = 1.0, "epoch", "epochs"
+    if x == "seconds":
+        unit, short = time_unit(max((at for line in lines for at, _ in line.points), default=0.0))
+        label, told = f"training time ({short})", "training time"
     bottom = floor(lines)
     if bottom is not None:
         note += " The first epochs are below the range of the axis."
-    label = f"training time ({seconds})" if seconds else "epoch"
-    title = f"{y.capitalize()} against {_AXES[x][1]}"
+    title = f"{y.capitalize()} against {told}"
     return Figure(name, title, note, label, y, (x, key), lines, unit=unit, bottom=bottom)
 
 
@@ -143,44 +150,37 @@ def floor(lines: Sequence[Series]) -> float | None:
 
     Where each run ends is always on it, however low.
     """
-    if not all(line.run.metric.higher_is_better for line in lines):
-        return None
     curves = [[y for _, y in line.points] for line in lines]
-    longest = max((len(curve) for curve in curves), default=0)
-    if longest < 10:
+    longest = max(map(len, curves), default=0)
+    if longest < 10 or not all(line.run.metric.higher_is_better for line in lines):
         return None
     settled = min(v for curve in curves for v in (*curve[longest // 4 :], *curve[-1:]))
-    best = max(max(curve) for curve in curves)
+    best, worst = max(map(max, curves)), min(map(min, curves))
     bottom = max(0.0, settled - 0.15 * (best - settled))
-    return bottom if any(value < bottom for curve in curves for value in curve) else None
+    return bottom if worst < bottom else None
 
 
-def _over_training(
-    rows: Sequence[Row], key: str, title: str, y: str, note: str, log: bool
-) -> Figure:
-    lines = tuple(
-        Series(row.label, run, thinned(points))
+def _over_training(rows: Sequence[Row], key: str) -> Figure:
+    title, y, note = OVER_TRAINING[key]
+    # Zeros are left out, for which a logarithmic axis has no place.
+    measured = [
+        (row.label, run, [(at, value) for at, value in points(run.steps, "step", key) if value])
         for row in rows
         for run in row.runs
-        if (points := _measured(run, key))
-    )
+    ]
+    lines = tuple(Series(label, run, thinned(found)) for label, run, found in measured if found)
     if any(line.run.pretrained for line in lines):
         note += " The first steps of a dashed line are its pre-training, which unrolls f."
+    log = key.endswith("residual")
     return Figure(key, title, note, "training step", y, ("step", key), lines, log=log)
 
 
-def _measured(run: Run, key: str) -> Points:
-    """A run's values; zeros are left out, for which a logarithmic axis has no place."""
-    pairs = ((number(r.get("step")), number(r.get(key))) for r in run.steps)
-    return [(s, v) for s, v in pairs if s is not None and v]
-
-
-def thinned(points: Points, most: int = MOST_POINTS) -> Points:
+def thinned(line: Points, most: int = MOST_POINTS) -> Points:
     """Medians of equal stretches, where there are more points than can be seen."""
-    if len(points) <= most:
-        return points
-    cuts = [index * len(points) // most for index in range(most + 1)]
-    columns = (zip(*points[start:stop], strict=True) for start, stop in pairwise(cuts))
+    if len(line) <= most:
+        return line
+    cuts = [index * len(line) // most for index in range(most + 1)]
+    columns = (zip(*line[start:stop], strict=True) for start, stop in pairwise(cuts))
     return [(statistics.median(x), statistics.median(y)) for x, y in columns]
 
 
@@ -243,23 +243,25 @@ def _draw_boxes(axes: Axes, figure: Figure, looks: Mapping[str, Look]) -> None:
     room = 0.8 / len(figure.series)
     for index, one in enumerate(figure.series):
         colour, marker = looks[one.label]
-        plain: Any = {"color": colour}
-        for epoch in sorted({x for x, _ in one.points}):
-            place = epochs.index(epoch) + (index - (len(figure.series) - 1) / 2) * room
-            values = [y for x, y in one.points if x == epoch]
-            axes.boxplot(
-                [values],
-                positions=[place],
-                widths=room * 0.8,
-                whis=(0, 100),
-                manage_ticks=False,
-                patch_artist=True,
-                boxprops={"facecolor": colour, "alpha": 0.45, "edgecolor": colour},
-                medianprops={**plain, "linewidth": 2.0},
-                whiskerprops=plain,
-                capprops=plain,
-            )
-            axes.plot(place, statistics.median(values), marker=marker, markersize=3.5, **plain)
+        aside = (index - (len(figure.series) - 1) / 2) * room
+        values: dict[float, list[float]] = {}
+        for x, y in one.points:
+            values.setdefault(x, []).append(y)
+        places = [epochs.index(epoch) + aside for epoch in values]
+        axes.boxplot(
+            list(values.values()),
+            positions=places,
+            widths=room * 0.8,
+            whis=(0, 100),
+            manage_ticks=False,
+            patch_artist=True,
+            boxprops={"facecolor": colour, "alpha": 0.45, "edgecolor": colour},
+            medianprops={"color": colour, "linewidth": 2.0},
+            whiskerprops={"color": colour},
+            capprops={"color": colour},
+        )
+        middles = [statistics.median(some) for some in values.values()]
+        axes.plot(places, middles, color=colour, linestyle="", marker=marker, markersize=3.5)
     axes.set_xticks(range(len(epochs)), [f"{epoch:.0f}" for epoch in epochs])
     axes.set_xlim(-0.5, len(epochs) - 0.5)
 

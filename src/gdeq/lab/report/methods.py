@@ -29,21 +29,21 @@ TOLD_AT_MOST = 3
 
 def label(gradient: Record) -> str:
     """The paper's name where the settings are the paper's, else with what is different."""
-    name = str(gradient.get("name")).lower()
-    title = TITLES.get(name, str(gradient.get("name")))
-    if name == "gdeq" and gradient.get("tolerance") is not None:
-        return f"{title} tolerance {gradient['tolerance']}"
-    if name in ("gdeq", "jfb") and gradient.get("refine"):
-        return f"{title} refine {gradient['refine']}"
+    get, name = gradient.get, str(gradient.get("name")).lower()
+    told = ""
     if name == "implicit":
-        chosen = gradient.get("solver", "broyden"), gradient.get("max_iter", 20)
-        usual = chosen == ("broyden", 20)
-        return title if usual else f"{title} ({chosen[0]}, {count(chosen[1], 'step')})"
-    if name in ("npg", "unrolled"):
-        steps, damping = gradient.get("steps", 5), gradient.get("damping", 0.5)
-        usual = (steps, damping) == (5, 0.5)
-        return title if usual else f"{title} ({count(steps, 'step')}, damping {damping})"
-    return title
+        solver, steps = get("solver", "broyden"), get("max_iter", 20)
+        if (solver, steps) != ("broyden", 20):
+            told = f" ({solver}, {count(steps, 'step')})"
+    elif name in ("npg", "unrolled"):
+        steps, damping = get("steps", 5), get("damping", 0.5)
+        if (steps, damping) != (5, 0.5):
+            told = f" ({count(steps, 'step')}, damping {damping})"
+    elif name == "gdeq" and get("tolerance") is not None:
+        told = f" tolerance {get('tolerance')}"
+    elif name in ("gdeq", "jfb") and get("refine"):
+        told = f" refine {get('refine')}"
+    return TITLES.get(name, str(get("name"))) + told
 
 
 def label_of(run: Run) -> str:
@@ -55,13 +55,15 @@ def label_of(run: Run) -> str:
 def vjps(gradient: Record) -> str:
     """Vector-Jacobian products of one backward pass, as far as the settings tell."""
     name = str(gradient.get("name")).lower()
-    if name == "npg":
-        return str(int(number(gradient.get("steps")) or 5) - 1)
-    if name == "implicit":  # one to see where it starts, one for each step
-        return f"≤ {int(number(gradient.get('max_iter')) or 20) + 1}"
+    steps, most, refine, rest = (
+        int(number(gradient.get(key)) or default)
+        for key, default in (("steps", 5), ("max_iter", 20), ("refine", 0), ("max_refine", 10))
+    )
     if name == "gdeq" and gradient.get("tolerance") is not None:  # one to measure the first w
-        return f"≤ {int(number(gradient.get('max_refine')) or 10) + 1}"
-    return str(int(number(gradient.get("refine")) or 0)) if name in ("gdeq", "jfb") else "–"
+        return f"≤ {rest + 1}"
+    # Implicit: one to see where it starts, one for each step.
+    known = {"npg": steps - 1, "implicit": f"≤ {most + 1}", "gdeq": refine, "jfb": refine}
+    return str(known.get(name, "–"))
 
 
 def rank(name: str) -> list[tuple[int, str]]:
@@ -78,8 +80,8 @@ def flatten(settings: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings under dotted names."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
-        nested = isinstance(value, dict)
-        flat |= flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, dict) else {name: value}
     return flat
 
 
@@ -136,7 +138,7 @@ def row_labels(runs: list[Run]) -> tuple[dict[Path, str], str]:
         alike = seen.setdefault(name, [])  # recipes whose labels read alike after the cut
         if own not in alike:
             alike.append(own)
-        labels[run.path] = f"{name} #{alike.index(own) + 1}" if alike.index(own) else name
+        labels[run.path] = name + f" #{alike.index(own) + 1}" * (alike.index(own) > 0)
     return labels, ", ".join(f"{key}={value}" for key, value in usual.items())
 
 
@@ -154,10 +156,7 @@ LOOKS = {
     "NPG": Look("#009e73", "^"),
     "GDEQ": Look("#0072b2", "D"),
 }
-SPARE = (
-    *(Look("#cc79a7", "v"), Look("#56b4e9", "X"), Look("#e69f00", "P")),
-    *(Look("#000000", "*"), Look("#8b7d00", "p")),
-)
+SPARE = [*map(Look, ("#cc79a7", "#56b4e9", "#e69f00", "#000000", "#8b7d00"), "vXP*p")]
 
 
 def looks(rows: Iterable[str], others: Iterable[str] = ()) -> dict[str, Look]:

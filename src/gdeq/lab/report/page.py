@@ -102,23 +102,25 @@ def _render(**shown: Any) -> str:
 
 
 def make_sections(runs: list[Run], rows: list[Row]) -> list[Section]:
-    metric, figures = metric_of(rows), make_figures(rows)
+    metric, figures, different = metric_of(rows), make_figures(rows), differences(runs)
     training = [figure for figure in figures if figure.columns[1] == metric.key]
-    found = [Section(f"Speed and {metric.words}", "", headline(rows), notes(rows))]
-    found.append(Section("Convergence", figures=training))
-    found.append(Section("Solver", figures=[f for f in figures if f not in training]))
+    found = [
+        Section(f"Speed and {metric.words}", "", headline(rows), notes(rows)),
+        Section("Convergence", figures=training),
+        Section("Solver", figures=[figure for figure in figures if figure not in training]),
+    ]
     for index, one in enumerate(similarities(runs)):
-        title = "" if index else "Gradient similarity"
-        found.append(Section(title, one.text, figures=one.figures))
+        found.append(Section("Gradient similarity" * (not index), one.text, figures=one.figures))
         found.append(Section(table=one.table, folded="These figures in numbers"))
-    found.append(Section("Runs", table=runs_table(rows)))
-    different = differences(runs)
     told = "The settings that differ between the runs. Below are all settings of each run."
     if not different.columns:
         told = "All runs have the same settings." * (len(runs) > 1)
-    found.append(Section("Configuration", told, different))
-    found += [Section(folded=run.name, source=run.config_text.rstrip()) for run in runs]
-    found.append(Section("Environment", table=environments(runs)))
+    found += [
+        Section("Runs", table=runs_table(rows)),
+        Section("Configuration", told, different),
+        *(Section(folded=run.name, source=run.config_text.rstrip()) for run in runs),
+        Section("Environment", table=environments(runs)),
+    ]
     return [s for s in found if s.text or s.figures or s.source or (s.table and s.table.rows)]
 
 
@@ -145,15 +147,14 @@ def _each(values: Iterable[object]) -> str:
 def runs_table(rows: list[Row]) -> Table:
     runs = [run for row in rows for run in row.runs]
     pretraining = ["with" if run.pretrained else "without" for run in runs]
+    scores = [shown(run.score, f".{run.metric.digits}f") for run in runs]
     columns = {
         "Run": [run.name for run in runs],
         "Method": [row.label for row in rows for _ in row.runs],
         "Pre-training": pretraining if "with" in pretraining else [""] * len(runs),
         "Seed": [str(run.seed) for run in runs],
         "State": ["finished" if run.finished else run.progress for run in runs],
-        metric_of(rows).title.capitalize(): [
-            NONE if run.score is None else run.metric.number(run.score) for run in runs
-        ],
+        metric_of(rows).title.capitalize(): scores,
         "ms / step in training": [milliseconds(run.ms_per_step) for run in runs],
         "Training time": [duration(run.seconds) for run in runs],
     }

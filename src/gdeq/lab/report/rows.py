@@ -144,12 +144,9 @@ def make_rows(runs: list[Run]) -> list[Row]:
 
 def _baseline(row: Row, rows: list[Row]) -> Row | None:
     """Implicit under the same recipe, else the only one with the same workload."""
-    implicit = [
-        other
-        for other in rows
-        if other.label.split(" ")[0] == "Implicit"
-        and other.timed[0].pretrained == row.timed[0].pretrained
-    ]
+    pretrained = row.timed[0].pretrained
+    implicit = [r for r in rows if r.label.split(" ")[0] == "Implicit"]
+    implicit = [r for r in implicit if r.timed[0].pretrained == pretrained]
     # The paper's Implicit before one with another solver or budget.
     implicit = [r for r in implicit if r.label.split(" · ")[0] == "Implicit"] or implicit
     own = methods.recipe(row.timed[0])
@@ -170,9 +167,9 @@ def metric_of(rows: Sequence[Row]) -> Metric:
 
 def unfinished(rows: Iterable[Row]) -> str:
     """The unfinished runs by name, how far they are, and whether a figure rests on them."""
-    found = []
-    for repeats in (repeats for row in rows for repeats in row.scores):
-        for run in repeats.unfinished:
-            aside = ", not counted" * (repeats.finished and run.started)
-            found.append(f"{run.name} ({run.progress}{aside})")
-    return "; ".join(found)
+    return "; ".join(
+        f"{run.name} ({run.progress}{', not counted' * (repeats.finished and run.started)})"
+        for row in rows
+        for repeats in row.scores
+        for run in repeats.unfinished
+    )

@@ -30,6 +30,12 @@ def numbers(records: Iterable[Record], key: str) -> list[float]:
     return [value for record in records if (value := number(record.get(key))) is not None]
 
 
+def points(records: Iterable[Record], x: str, y: str) -> Points:
+    """Of the records that have both."""
+    pairs = ((number(record.get(x)), number(record.get(y))) for record in records)
+    return [(at, value) for at, value in pairs if at is not None and value is not None]
+
+
 def mean(values: Iterable[float | None]) -> float | None:
     found = [value for value in values if value is not None]
     return statistics.fmean(found) if found else None
@@ -41,14 +47,13 @@ class Run:
     def __init__(self, path: Path) -> None:
         problems: list[str] = []
         metrics = _lines(path / "metrics.jsonl", problems)
-        names = ("environment", "summary", "timing", "failed")
-        environment, summary, timing, failed = (
-            _object(path / f"{name}.json", problems) for name in names
+        summary, self.failed, environment, timing = (  # failed: why it ended early for good
+            _object(path / f"{name}.json", problems)
+            for name in ("summary", "failed", "environment", "timing")
         )
         self.path, self.name, self.problems = path, path.name, problems
         self.config, self.config_text = _settings(path / "config.yaml")
         self.environment, self.summary = environment or {}, summary or {}
-        self.failed = failed  # why it ended early for good
         self.timing = timing or {}  # its steps, timed in turns with those of other runs
         self.steps, self.epochs = (_ordered(metrics, kind) for kind in ("step", "epoch"))
         self.similarity = _lines(path / "similarity.jsonl", problems)
@@ -90,15 +95,15 @@ class Run:
         self.turns = [ms for ms in turns if number(ms)] if isinstance(turns, list) else []
         self.device = self.summary.get("device") or self.environment.get("device")
         self.progress = f"epoch {self.epochs_done} of {self.epochs_wanted}"
-        if failed is not None:
-            self.progress = f"failed: the loss became NaN after step {failed.get('steps', '?')}"
+        if self.failed is not None:
+            steps = self.failed.get("steps", "?")
+            self.progress = f"failed: the loss became NaN after step {steps}"
         elif not self.started:
             self.progress = "not started"
 
     def curve(self, x: str) -> Points:
         """The metric at the end of each tested epoch, against ``x``."""
-        pairs = ((number(r.get(x)), number(r.get(self.metric.key))) for r in self.epochs)
-        return [(at, value) for at, value in pairs if at is not None and value is not None]
+        return points(self.epochs, x, self.metric.key)
 
 
 def _metric(places: list[Record]) -> Metric:
@@ -186,8 +191,8 @@ def _ordered(metrics: list[Record], kind: str) -> list[Record]:
 
 def _distinct_name(path: Path, paths: list[Path]) -> str:
     """The folder's name, with as many parents as it takes."""
-    for count in range(1, len(path.parts)):
-        tail = path.parts[-count:]
-        if sum(other.parts[-count:] == tail for other in paths) == 1:
+    tails = (path.parts[-many:] for many in range(1, len(path.parts)))
+    for tail in tails:
+        if sum(other.parts[-len(tail) :] == tail for other in paths) == 1:
             return "/".join(tail)
     return str(path)

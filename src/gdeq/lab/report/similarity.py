@@ -8,21 +8,26 @@ from dataclasses import dataclass
 
 from gdeq.lab.report.figures import Figure, Series
 from gdeq.lab.report.methods import rank
-from gdeq.lab.report.runs import Record, Run, number, numbers
+from gdeq.lab.report.runs import Points, Record, Run, number, numbers
 from gdeq.lab.report.tables import Table, scientific, shown
 
-FIGURES = (
-    (
-        *("cosine", "Cosine with the exact gradient", "cosine"),
+# By their key in the records: name, title, y axis, note.
+FIGURES = {
+    "cosine": (
+        "similarity_cosine",
+        "Cosine with the exact gradient",
+        "cosine",
         "1 is the exact direction, 0 a useless one. A box spans the middle half of the "
         "mini-batches, its bar is the median, and the whiskers reach to all of them.",
     ),
-    (
-        *("relative_error", "Relative error of the gradient", "‖g − exact‖ / ‖exact‖"),
+    "relative_error": (
+        "similarity_error",
+        "Relative error of the gradient",
+        "‖g − exact‖ / ‖exact‖",
         "Distance to the exact gradient, relative to its length. Unlike the cosine, it shows a "
         "gradient that is too long or too short. Lower is better.",
     ),
-)
+}
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,6 @@ class Similarity:
         return {key: found[key] for key in sorted(found, key=lambda key: (key[0], rank(key[1])))}
 
     @property
-    def methods(self) -> list[str]:
-        return list(dict.fromkeys(method for _, method in self.groups))
-
-    @property
     def text(self) -> str:
         """On what, and how well, it was measured."""
         text = (
@@ -68,24 +69,17 @@ class Similarity:
 
     @property
     def figures(self) -> list[Figure]:
-        found = []
-        for key, title, y, note in FIGURES:
-            log = key == "relative_error"
-            series = tuple(
-                Series(method, self.run, points)
-                for method in self.methods
-                if (points := self._points(method, key, 0.0 if log else -2.0))
-            )
-            name = f"similarity_{key.removeprefix('relative_')}{self.name}"
-            kind = {"boxes": True, "log": log}
-            if series:
-                figure = Figure(name, title, note, "after epoch", y, ("epoch", key), series, **kind)
-                found.append(figure)
-        return found
-
-    def _points(self, method: str, key: str, above: float) -> list[tuple[float, float]]:
-        groups = ((e, some) for (e, own), some in self.groups.items() if own == method)
-        return [(e, v) for e, some in groups for v in numbers(some, key) if v > above]
+        made = []
+        for key, (name, title, y, note) in FIGURES.items():
+            log = key == "relative_error"  # an axis that has no place for zeros
+            values: dict[str, Points] = {}
+            for (epoch, method), some in self.groups.items():
+                found = [(epoch, value) for value in numbers(some, key) if value or not log]
+                values.setdefault(method, []).extend(found)
+            series = tuple(Series(label, self.run, own) for label, own in values.items() if own)
+            axes = ("after epoch", y, ("epoch", key))
+            made.append(Figure(name + self.name, title, note, *axes, series, boxes=True, log=log))
+        return [figure for figure in made if figure.series]
 
     @property
     def table(self) -> Table:

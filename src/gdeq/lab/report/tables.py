@@ -41,9 +41,7 @@ class Table:
             head: [Cell(cell) if isinstance(cell, str) else cell for cell in cells]
             for head, cells in columns.items()
         }
-        told = {
-            h: cells for h, cells in made.items() if any(c.text not in ("", NONE) for c in cells)
-        }
+        told = {h: cells for h, cells in made.items() if {c.text for c in cells} - {"", NONE}}
         return Table(told, name)
 
     @property
@@ -55,15 +53,14 @@ class Table:
         return [list(self.columns), *([cell.plain for cell in row] for row in self.rows)]
 
     def text(self) -> str:
+        """The first column to the left, all others to the right."""
         lines = self.lines()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
-        first = [line[0].ljust(widths[0]) for line in lines]
-        rest = [
-            [text.rjust(width) for text, width in zip(line[1:], widths[1:], strict=True)]
-            for line in lines
-        ]
-        return "\n".join("  ".join([a, *b]).rstrip() for a, b in zip(first, rest, strict=True))
+        forms = [f">{width}" for width in widths]
+        forms[:1] = [f"<{width}" for width in widths[:1]]
+        rows = (map(format, line, forms) for line in lines)
+        return "\n".join("  ".join(row).rstrip() for row in rows)
 
     def markdown(self) -> str:
         lines = self.lines()

@@ -106,14 +106,13 @@ def _score(rows: Sequence[Row]) -> str:
     leading, metric = leaders(rows, which), metric_of(rows)
     if not leading:
         return ""
-    scored = sum(row.scores[which].final is not None for row in rows)
-    unit = f" {metric.unit}" if metric.unit else ""
-    ends = [row.scores[which].final or 0.0 for row in (leading[0], leading[-1])]
-    low, high = (metric.number(value) for value in sorted(ends))
+    finals = sorted(row.scores[which].final or 0.0 for row in leading)
+    low, high = metric.number(finals[0]), metric.number(finals[-1])
+    unit = f" {metric.unit}" * bool(metric.unit)
     if len(leading) == 1:
         return f"{_short(leading)} has the best test {metric.words}, {high}{unit}."
     text = f"The runs show no difference in test {metric.words}"
-    if len(leading) < scored:
+    if len(leading) < sum(row.scores[which].final is not None for row in rows):
         text = f"{_short(leading)} lead in test {metric.words}; no difference shows between them"
     return f"{text}: {low} to {high}{unit}. {_needed(rows, leading, which)}".rstrip()
 
@@ -125,18 +124,18 @@ def _short(rows: Sequence[Row]) -> str:
 
 def _needed(rows: Sequence[Row], leading: list[Row], which: int) -> str:
     """How much more it would take to tell the best from the worst of those that lead."""
-    first, last = leading[0].scores[which], leading[-1].scores[which]
-    deviation, gap = noise(rows, which), abs((first.final or 0.0) - (last.final or 0.0))
+    ends = leading[0], leading[-1]
+    first, last = (row.scores[which].final or 0.0 for row in ends)
+    deviation, gap = noise(rows, which), abs(first - last)
     if deviation is None:
         return "One run of each says nothing about the spread: repeat with --seeds 3."
     if not gap:
         return ""
-    times = 2 * (APART * deviation / gap) ** 2
-    samples = _samples([first]) if metric_of(rows).percent else None
-    more = ""
+    times, more = 2 * (APART * deviation / gap) ** 2, ""
+    samples = _samples([leading[0].scores[which]]) if metric_of(rows).percent else None
     if samples:
         more = f"{_round(times * samples)} test samples (there are {samples:.0f}), or "
-    names = f"{leading[0].label.split(' · ')[0]} and {leading[-1].label.split(' · ')[0]}"
+    names = " and ".join(row.label.split(" · ")[0] for row in ends)
     return (
         f"If the difference between {names} is real, it takes about {more}{_round(times)} seeds "
         "of each to show it."
@@ -177,8 +176,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
             "them again, repeat the command on an idle machine"
         )
     # A step in training beside the same step timed in turns.
-    shares = {r.label: 1e3 * r.seconds_per_step / r.ms_per_step for r in rows
-              if r.clock and r.seconds_per_step and r.ms_per_step}  # fmt: skip
+    shares = {
+        row.label: 1e3 * row.seconds_per_step / row.ms_per_step
+        for row in rows
+        if row.clock and row.seconds_per_step and row.ms_per_step
+    }
     slow = [label for label, share in shares.items() if share > min(1.5, 2 * min(shares.values()))]
     if slow:
         found.append(
@@ -187,8 +189,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         )
     if clocks:
         found.append("f / step: evaluations of f per training step, including one with autograd")
-    if any(repeats.spread is not None for row in rows for repeats in row.scores):
-        every = [repeats for row in rows for repeats in row.scores if repeats.spread is not None]
+    every = [repeats for row in rows for repeats in row.scores if repeats.spread is not None]
+    if every:
         same = any(repeats.seeds < len(repeats.counted) for repeats in every)
         over = "over runs, some of the same seed" if same else "over seeds"
         found.append(f"Figures are of the final epoch: mean ± standard deviation {over}")

@@ -127,8 +127,7 @@ class Language(Task[LanguageConfig]):
     def _text(self) -> Text:
         if self.config.data == "python":
             return python_help()
-        found: Any = find(self.config.data)
-        text: Text = found.load(data_root(self.root))
+        text: Text = find(self.config.data).load(data_root(self.root))
         return text
 
     def model(self) -> Transformer:

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch._functorch.config
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gdeq.lab.data.sets import data_root, find
-from gdeq.lab.data.sudoku import Grids, Sudoku, SudokuBatches, read_csv, with_more_givens
+from gdeq.lab.data.sudoku import Grids, SudokuBatches, read_csv, with_more_givens
 from gdeq.lab.tasks.task import Data, Metric, Task
 from gdeq.lab.training.settings import Config
 from gdeq.options import check_choice, check_flag, check_integer, check_real, options
@@ -182,9 +181,8 @@ class Puzzles(Task[SudokuConfig]):
 
 @functools.cache  # some seconds, and a comparison of runs asks again and again
 def _pools(root: Path) -> dict[str, Grids]:
-    source = find("sudoku")
-    assert isinstance(source, Sudoku)
-    return source.load(root)._asdict()
+    pools: dict[str, Grids] = find("sudoku").load(root)._asdict()
+    return pools
 
 
 def right_cells(output: Tensor, digits: Tensor) -> Tensor:  # -> (b, 81)

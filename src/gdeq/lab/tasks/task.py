@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 
 from gdeq.lab.data.batches import Batches

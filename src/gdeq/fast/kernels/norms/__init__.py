@@ -2,7 +2,7 @@
 
     norm_act     act(norm(x))                                              group_norm.py
     block_end    norm₂(relu(z + norm₁(y · mask + injection)))              residual.py
-    fuse         act(own + Σ_j repeat_j(norm_j(raw_j)))                    fusion.py
+    fuse         relu(own + Σ_j repeat_j(norm_j(raw_j)))                    fusion.py
     batch_norms  act(Σ_j norm_j(x_j)), over the batch in training          batch_norm.py
 
 These are bound by memory, so each reads its input once and writes its output once where a tile of
@@ -27,7 +27,7 @@ and sums the gradients of all of them over the batch at once.
 
 from gdeq.fast.kernels.norms.affine import per_sample
 from gdeq.fast.kernels.norms.batch_norm import BatchSource, Running, batch_norms, batch_norms_plain
-from gdeq.fast.kernels.norms.fusion import Source, fuse, fuse_plain
+from gdeq.fast.kernels.norms.fusion import Source, fuse
 from gdeq.fast.kernels.norms.group_norm import norm_act, norm_act_plain
 from gdeq.fast.kernels.norms.residual import block_end
 from gdeq.fast.kernels.norms.slices import slices
@@ -42,7 +42,6 @@ __all__ = [
     "block_end",
     "empty_channels_last",
     "fuse",
-    "fuse_plain",
     "norm_act",
     "norm_act_plain",
     "per_sample",

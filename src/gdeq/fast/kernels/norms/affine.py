@@ -47,17 +47,13 @@ def summed(sums: Tensor, vectors: Sequence[Vector], wanted: Sequence[bool]) -> l
     ]
 
 
-def per_sample_plain(vectors: Sequence[Tensor], batch: int) -> list[Tensor]:
-    return [vector.expand(batch, -1) for vector in vectors]
-
-
 def per_sample(vectors: Sequence[Tensor], batch: int) -> list[Tensor]:
     """Each vector once for each sample, (batch, channels), without a copy.
 
     Backward sums the gradients of all of them over the batch together.
     """
     if not differentiates(*vectors):
-        return per_sample_plain(vectors, batch)
+        return [vector.expand(batch, -1) for vector in vectors]
     return list(_PerSample.apply(batch, *vectors))
 
 
@@ -65,7 +61,7 @@ class _PerSample(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, batch: int, *vectors: Tensor) -> tuple[Tensor, ...]:
         ctx.kinds = [(len(vector), vector.dtype) for vector in vectors]
-        return tuple(per_sample_plain([vector.detach() for vector in vectors], batch))
+        return tuple(vector.detach().expand(batch, -1) for vector in vectors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:

@@ -94,9 +94,7 @@ class BatchSource:
     eps: float = 1e-5
 
 
-def batch_norms_plain(
-    sources: Sequence[BatchSource], relu: bool = False, dtype: torch.dtype | None = None
-) -> Tensor:
+def batch_norms_plain(sources: Sequence[BatchSource], relu: bool = False) -> Tensor:
     total: Any = 0
     for source in sources:
         wide = at_least_float32(source.x)
@@ -116,23 +114,20 @@ def batch_norms_plain(
         if norm.shape != wide.shape:
             norm = functional.pad(norm, (0, 0, 0, 0, 0, wide.shape[1] - norm.shape[1]))
         total = total + norm
-    return deliver(torch.relu(total) if relu else total, None, dtype or sources[0].x.dtype)
+    return deliver(torch.relu(total) if relu else total, None, sources[0].x.dtype)
 
 
-def batch_norms(
-    sources: Sequence[BatchSource], relu: bool = False, dtype: torch.dtype | None = None
-) -> Tensor:
+def batch_norms(sources: Sequence[BatchSource], relu: bool = False) -> Tensor:
     """The sum of one or two batch norms in training, then ReLU where asked.
 
-    dtype: of the result; the default is that of the first map.
+    The result has the dtype of the first map.
     """
-    dtype = dtype or sources[0].x.dtype
     tensors = [t for source in sources for t in (source.x, source.weight, source.bias)]
     if not _takes(sources, tensors):
-        return batch_norms_plain(sources, relu, dtype)
+        return batch_norms_plain(sources, relu)
     if differentiates(*tensors):
-        return _Differentiated.apply(sources, relu, dtype, *tensors)
-    return _forward(sources, relu, dtype)[0]
+        return _Differentiated.apply(sources, relu, *tensors)
+    return _forward(sources, relu)[0]
 
 
 def _takes(sources: Sequence[BatchSource], tensors: Sequence[Vector]) -> bool:
@@ -152,27 +147,25 @@ def _takes(sources: Sequence[BatchSource], tensors: Sequence[Vector]) -> bool:
 
 class _Differentiated(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, sources: Sequence[BatchSource], relu: bool, dtype: torch.dtype, *tensors: Vector
-    ) -> Tensor:
-        out, stats = _forward(sources, relu, dtype)
+    def forward(ctx: Any, sources: Sequence[BatchSource], relu: bool, *tensors: Vector) -> Tensor:
+        out, stats = _forward(sources, relu)
         ctx.save_for_backward(stats, *tensors)
-        ctx.relu, ctx.dtype, ctx.eps = relu, dtype, [source.eps for source in sources]
+        ctx.relu, ctx.eps = relu, [source.eps for source in sources]
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         stats, *tensors = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[2:]
         if torch.is_grad_enabled():
 
             def plain(*tensors: Any) -> Tensor:
                 each = zip(tensors[::3], tensors[1::3], tensors[2::3], ctx.eps, strict=True)
                 sources = [BatchSource(x, w, b, None, eps) for x, w, b, eps in each]
-                return batch_norms_plain(sources, ctx.relu, ctx.dtype)
+                return batch_norms_plain(sources, ctx.relu)
 
-            return None, None, None, *differentiable(plain, tensors, wanted, dout)
-        return None, None, None, *_backward(stats, tensors, dout, ctx.relu, wanted)
+            return None, None, *differentiable(plain, tensors, wanted, dout)
+        return None, None, *_backward(stats, tensors, dout, ctx.relu, wanted)
 
 
 # ---- launches
@@ -230,9 +223,7 @@ def _flat(x: Tensor) -> Tensor:  # (batch, height, width, channels)
     return x.permute(0, 2, 3, 1).contiguous()
 
 
-def _forward(
-    sources: Sequence[BatchSource], relu: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _forward(sources: Sequence[BatchSource], relu: bool) -> tuple[Tensor, Tensor]:
     """The result, and mean, ρ w, shift and ρ of each channel of each map, (maps, 4, channels)."""
     like = sources[0].x
     maps = tuple(_flat(source.x) for source in sources)
@@ -252,7 +243,7 @@ def _forward(
         )
         if running is not None:
             increment_version(running.tensors())
-    out = empty_channels_last(like.shape, dtype, like.device)
+    out = empty_channels_last(like.shape, like.dtype, like.device)
     plan = _plan(like, "apply", len(sources))
     plan.launch(_apply_kernel, like, maps, stats, out, RELU=relu)
     return out, stats

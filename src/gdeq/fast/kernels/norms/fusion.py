@@ -1,4 +1,4 @@
-"""fuse: a scale's own stream plus those of others, act(own + Σ_j repeat_j(norm_j(raw_j))).
+"""fuse: a scale's own stream plus those of others, relu(own + Σ_j repeat_j(norm_j(raw_j))).
 
     kernels               for                                            tile
     _fuse_kernel          all maps                                       aligned, or packed
@@ -81,58 +81,28 @@ class Source:
     levels: int = 0
 
 
-def fuse_plain(
-    own: Tensor | None,
-    sources: Sequence[Source],
-    groups: int,
-    eps: float = 1e-5,
-    relu: bool = True,
-    out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    operation = Fuse(groups, eps, relu, tuple(source.levels for source in sources))
-    maps, vectors = _inputs(own, sources)
-    return operation.plain(
-        maps, vectors, out, dtype or next(x for x in maps if x is not None).dtype
-    )
-
-
-def _inputs(own: Tensor | None, sources: Sequence[Source]) -> tuple[list[Any], list[Any]]:
-    """The maps and the vectors of the operation."""
-    vectors = [vector for source in sources for vector in (source.weight, source.bias)]
-    return [own, *(source.raw for source in sources)], vectors
-
-
-def fuse(
-    own: Tensor | None,
-    sources: Sequence[Source],
-    groups: int,
-    eps: float = 1e-5,
-    relu: bool = True,
-    out: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """A scale's own stream plus the others, each normalised at its resolution and then repeated.
+def fuse(own: Tensor | None, sources: Sequence[Source], groups: int, eps: float = 1e-5) -> Tensor:
+    """A scale's own stream plus the others, each normalised at its resolution and then repeated;
+    the ReLU of that.
 
     own: None, where there is none; the first source has the resolution of the result then.
     """
+    raws = [source.raw for source in sources]
+    maps: Maps = [own, *raws]
+    vectors = [vector for source in sources for vector in (source.weight, source.bias)]
+    like: Tensor = raws[0] if own is None else own
+    operation = Fuse(groups, eps, tuple(source.levels for source in sources))
     if not sources:
-        return fuse_plain(own, sources, groups, eps, relu, out, dtype)
-    maps, vectors = _inputs(own, sources)
-    like: Tensor = maps[1] if own is None else own
-    dtype = dtype or like.dtype
-    operation = Fuse(groups, eps, relu, tuple(source.levels for source in sources))
+        return operation.plain(maps, vectors, None, like.dtype)
     if runs(*maps, *vectors):
-        few = len(sources) <= MOST_SOURCES
+        made = len(sources) <= MOST_SOURCES
         if differentiates(*maps, *vectors):
-            if out is None and not (few and operation.has_gradient(like, maps[1:])):
-                norm = functools.partial(norm_act, dtype=torch.float32)
-                return operation.composed(norm, maps, vectors, None, dtype)
-        elif not few:  # in parts, whose sums are float32
-            some, rest = sources[:MOST_SOURCES], sources[MOST_SOURCES:]
-            own = fuse(own, some, groups, eps, relu=False, dtype=torch.float32)
-            return fuse(own, rest, groups, eps, relu, out, dtype)
-    return operation(maps, vectors, out, dtype)
+            made = made and operation.has_gradient(like, raws)
+        if not made:
+            norm = functools.partial(norm_act, dtype=torch.float32)
+            return operation.composed(norm, maps, vectors, None, like.dtype)
+    found: Tensor = operation(maps, vectors, None, None)
+    return found
 
 
 @dataclass(frozen=True)
@@ -141,7 +111,6 @@ class Fuse(Operation):
 
     groups: int
     eps: float
-    relu: bool
     levels: tuple[int, ...]
     backward_reads_out = True  # where the ReLU passes
 
@@ -170,7 +139,7 @@ class Fuse(Operation):
                 y = functional.interpolate(y, scale_factor=float(2**levels))
             y = y[..., :height, :width]
             total = y if total is None else total + y
-        return deliver(torch.relu(total) if self.relu else total, out, dtype)
+        return deliver(torch.relu(total), out, dtype)
 
     def launch(self, call: Call) -> None:
         (own, *raws), out = call.maps, call.out
@@ -187,7 +156,7 @@ class Fuse(Operation):
                 as_map(out, tile.unit), call.stats, call.stats[0].numel(), self.eps,
                 WIDTH=out.shape[-1], WIDTHS=tuple(raw.shape[-1] for raw in raws), PIXELS_OF=pixels,
                 ROWS_OF=tuple(min(tile.rows, power_of_two(number)) for number in pixels),
-                LEVELS=self.levels, RELU=self.relu, **tile.sizes(),
+                LEVELS=self.levels, **tile.sizes(),
             )  # fmt: skip
 
     def packed(self, *maps: Tensor) -> Tile | None:
@@ -208,12 +177,12 @@ class Fuse(Operation):
         scales, affine_sample = affine_arguments(call.vectors)
         scale = tuple(pair[:1] for pair in scales)
         tile = self.packed(dout, out, *raws, *found) if own is None else None
-        sizes: dict[str, Any] = {"RELU": self.relu}
+        sizes: dict[str, Any] = {}
         if tile is None:
             tile = self.pyramid(out, raws)
         if tile is not None and tile.unit == 1:
             kernel, height, width = _pyramid_backward_kernel, out.shape[2], out.shape[3]
-            sizes |= {"HEIGHT": height, "WIDTH": width, "LEVELS": self.levels}
+            sizes = {"HEIGHT": height, "WIDTH": width, "LEVELS": self.levels}
             # Three programs of 8 warps fit an SM; those of 16 hold more numbers in each thread.
             sizes["maxnreg"] = 80 if tile.warps <= 8 else 128
         else:
@@ -265,7 +234,7 @@ class Fuse(Operation):
 def _fuse_kernel(
     own, raws, affine, affine_sample, out, stats, plane, eps,
     WIDTH: tl.constexpr, WIDTHS: tl.constexpr, PIXELS_OF: tl.constexpr, ROWS_OF: tl.constexpr,
-    LEVELS: tl.constexpr, RELU: tl.constexpr,
+    LEVELS: tl.constexpr,
     PIXELS: tl.constexpr, GROUPS: tl.constexpr, CPG: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
     MASKED: tl.constexpr,
@@ -295,9 +264,7 @@ def _fuse_kernel(
             there = (row >> LEVELS[i]) * WIDTHS[i] + (column >> LEVELS[i])
             x = read(sources[i], there, channel, mask, MASKED)
             total += normalise(x, norms[i][0], norms[i][1], norms[i][2], norms[i][3])
-        if RELU:
-            total = rectify(total)
-        write(out, pixel, channel, mask, total, MASKED)
+        write(out, pixel, channel, mask, rectify(total), MASKED)
     at = sample * GROUPS + group
     for i in tl.static_range(len(raws)):
         keep_statistics(stats, i, plane, at, norms[i][0], norms[i][1], valid, LANES, COLUMNS)
@@ -307,11 +274,9 @@ def _fuse_kernel(
 
 
 @jit
-def _cotangent(dout, out, pixel, channel, mask, MASKED: tl.constexpr, RELU: tl.constexpr):
+def _cotangent(dout, out, pixel, channel, mask, MASKED: tl.constexpr):
     g = read(dout, pixel, channel, mask, MASKED)
-    if RELU:
-        g = tl.where(read(out, pixel, channel, mask, MASKED) > 0, g, 0.0)
-    return g
+    return tl.where(read(out, pixel, channel, mask, MASKED) > 0, g, 0.0)
 
 
 @jit
@@ -333,7 +298,7 @@ def _summed(
 @jit
 def _pyramid_backward_kernel(
     dout, out, down, raws, scales, affine_sample, draws, stats, plane, sums, sums_plane,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr, RELU: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, LEVELS: tl.constexpr,
     PIXELS: tl.constexpr, GROUPS: tl.constexpr, CPG: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
     MASKED: tl.constexpr,
@@ -351,7 +316,7 @@ def _pyramid_backward_kernel(
     for i in tl.static_range(1 << LEVELS[0]):
         for j in tl.static_range(1 << LEVELS[0]):
             at = ((low // W0 << LEVELS[0]) + i) * WIDTH + (low % W0 << LEVELS[0]) + j
-            part = _cotangent(dout, out, at, channel, inside, MASKED, RELU)
+            part = _cotangent(dout, out, at, channel, inside, MASKED)
             if len(down) > 0:
                 write(of_sample(down[0], sample, 1), at, channel, inside, part, MASKED)
             g += part
@@ -373,7 +338,6 @@ def _pyramid_backward_kernel(
 @jit
 def _sum_backward_kernel(
     dout, out, down, raws, scales, affine_sample, draws, stats, plane, sums, sums_plane,
-    RELU: tl.constexpr,
     PIXELS: tl.constexpr, GROUPS: tl.constexpr, CPG: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
     MASKED: tl.constexpr,
@@ -394,7 +358,7 @@ def _sum_backward_kernel(
     ones = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, PIXELS, ROWS):
         pixel, mask = rows_from(start, valid, PIXELS, ROWS)
-        g = _cotangent(dout, out, pixel, channel, mask, MASKED, RELU)
+        g = _cotangent(dout, out, pixel, channel, mask, MASKED)
         ones += g
         added = ()
         for i in tl.static_range(len(raws)):
@@ -411,7 +375,7 @@ def _sum_backward_kernel(
         slopes += (along,)  # type: ignore[assignment]
     for start in range(0, PIXELS, ROWS):
         pixel, mask = rows_from(start, valid, PIXELS, ROWS)
-        g = _cotangent(dout, out, pixel, channel, mask, MASKED, RELU)
+        g = _cotangent(dout, out, pixel, channel, mask, MASKED)
         if len(down) > 0:
             write(of_sample(down[0], sample, UNIT), pixel, channel, mask, g, MASKED)
         for i in tl.static_range(len(raws)):
