@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import gdeq
-from gdeq.tracing import eager
+from gdeq.context import eager
 
 GRADIENTS = {
     "GDEQ": gdeq.GDEQ(),
