@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.markup import escape
 
@@ -180,30 +179,22 @@ def train(
             )
         # With --resume the first argument, if there is one, is a setting.
         overrides = [*([] if source is None else [source]), *(settings or [])]
-        if dry_run:
-            begun, config = runs.reopen(resume, overrides)
-            describe(config, runs.forecast_resume(begun, config, data))
-            return
-        show(runs.resume(resume, data, overrides, tell), resume)
-        return
-    config = chosen(source, settings)
-    if resume is not None and out is None:
-        raise configs.ConfigError("--resume auto needs --out DIR, the run to start or continue")
-    if resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-        raise configs.ConfigError(
-            "torchrun restarted this command, which would start a second run: add --out DIR "
-            "--resume auto, and it continues the first one"
-        )
-    path = out or Path("runs") / default_name(config)
-    if dry_run:
-        describe(config, runs.forecast_train(path, config, data, resume is not None))
-        return
-    show(
-        runs.train_or_resume(path, config, data, tell)
-        if resume
-        else runs.train(path, config, data),
-        path,
-    )
+        path, summary = resume, runs.resume(resume, data, overrides, tell, dry_run=dry_run)
+    else:
+        config = chosen(source, settings)
+        if resume is not None and out is None:
+            raise configs.ConfigError("--resume auto needs --out DIR, the run to start or continue")
+        if resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            raise configs.ConfigError(
+                "torchrun restarted this command, which would start a second run: add --out DIR "
+                "--resume auto, and it continues the first one"
+            )
+        path = out or Path("runs") / default_name(config)
+        make = runs.train_or_resume if resume else runs.train
+        summary = make(path, config, data, tell, dry_run=dry_run)
+    if summary and not dry_run:  # the first process alone has one
+        tell(json.dumps(summary, indent=1))
+        tell(f"run folder: {path}   (gdeq report {path})")
 
 
 @app.command()
@@ -313,10 +304,9 @@ def compare(
     pretrain = 0
     if pretraining:
         pretrain = config.pretrain_steps or runs.default_pretraining(config, data)
+    paths = runs.compare(place, config, pretrain, seeds, data, tell, dry_run)
     if dry_run:
-        describe(config, runs.forecast_compare(place, config, pretrain, seeds, data))
         return
-    paths = runs.compare(place, config, pretrain, seeds, data, tell)
     timing.time_runs(paths[: len(runs.GRADIENTS)], data, tell)
     page = reports.write(paths, place)
     typer.echo(reports.table(paths))
@@ -461,7 +451,7 @@ def bench(
     GPU: a transformer block, a residual convolution block or an MLP.
     """
     from gdeq.lab import bench as benches
-    from gdeq.lab.training import runs
+    from gdeq.lab.training import process
 
     if cell not in benches.CELLS:
         raise benches.BenchError(f"--cell must be one of {', '.join(benches.CELLS)}, got {cell!r}")
@@ -472,7 +462,7 @@ def bench(
     names = {"precision": wanted.precision, "model": {"size": wanted.size}}
     configs.from_dict(names)  # an error for one that does not exist
     chosen_peers = benches.read_peers(peers, wanted)
-    runs.start_on(wanted.device, "--device ")
+    process.start(wanted.device, "--device ")
     benches.run(wanted, peers=chosen_peers, out=out, tell=typer.echo)
 
 
@@ -597,16 +587,3 @@ def title_of(config: Config) -> str:
 
 def is_file(source: str) -> bool:
     return Path(source).suffix in (".yaml", ".yml", ".py") and "=" not in source
-
-
-def describe(config: Config, lines: list[str]) -> None:
-    tell(yaml.safe_dump(configs.to_dict(config), sort_keys=False))
-    for line in lines:
-        tell(line)
-
-
-def show(summary: dict[str, Any], path: Path) -> None:
-    if not summary:  # not the first process
-        return
-    tell(json.dumps(summary, indent=1))
-    tell(f"run folder: {path}   (gdeq report {path})")

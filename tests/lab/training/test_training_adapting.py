@@ -577,7 +577,7 @@ def test_resumed_bit_for_bit(tmp_path, few_images, moving, stop):
             if done == stop:
                 raise StopError
 
-    run = RunFolder.create(tmp_path / "run", configs.load("digits", MOVING))
+    run = RunFolder(tmp_path / "run").create(configs.load("digits", MOVING))
     made = loop.Trainer(run.config(), run, CPU, Stopping(), None)
     with pytest.raises(StopError):
         made.fit()
@@ -592,7 +592,7 @@ def test_a_resumed_target_is_as_tight_as_it_was(trainer):
     made.controller.look(0.1, 0.2, 0.5)
     made.step = made.total // 2
     again = trainer(*settings)
-    again.take_over(made.state())
+    again.restore(made.state())
     assert again.controller.forward.target == made.controller.forward.target == 0.125
 
 

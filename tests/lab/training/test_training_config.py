@@ -183,7 +183,7 @@ def test_a_dry_run_of_a_resume(gdeq, tmp_path, few_images):
     assert "epochs: 9" in said
     assert "lr: 0.5" in said
     assert "steps: 3 an epoch, 27 in all" in said
-    assert f"{tmp_path} has no checkpoint yet: would begin at its start" in said
+    assert "no checkpoint yet: starting from the beginning" in said
     said = gdeq.refused("train", "--resume", tmp_path, "--dry-run", "seed=3")
     assert "seed cannot change in the middle of a run" in said
     said = gdeq.refused("train", "digits", "--resume", tmp_path, "--dry-run")
@@ -196,14 +196,15 @@ def test_a_dry_run_names_the_checkpoint(gdeq, tmp_path, reference, few_images):
     shutil.copytree(reference, run)
     before = files(run)
     said = gdeq.ok("train", "--resume", run, "epochs=3", "--dry-run")
-    assert f"would go on in {run} from checkpoint step-000000006.ckpt, at step 6 of 9" in said
+    assert "\ncontinuing at step 6 of 9 (epoch 3)\n" in said
+    assert f"\nwould go on in {run}\n" in said
     said = gdeq.ok("train", "--resume", run, "--dry-run")
     assert f"{run} is already finished: 2 epochs, test accuracy" in said
     newest = checkpoints(run)[-1]
     newest.write_bytes(b"")
     said = gdeq.ok("train", "--resume", run, "epochs=3", "--dry-run")
     assert f"warning: {newest.name} is not a file of gdeq" in said
-    assert "from checkpoint step-000000005.ckpt, at step 5 of 9" in said
+    assert "continuing at step 5 of 9" in said
     assert files(run) == {**before, newest: b""}
     state = checkpoint.latest(run)
     state["model"].popitem()
@@ -230,7 +231,6 @@ def test_a_dry_run_of_a_comparison(gdeq, tmp_path, few_images):
     assert f"missing: would train into {out / 'implicit-seed0'}" in said
     assert f"finished: would keep {out / 'jfb-seed0'}" in said
     assert f"half: would go on with {out / 'npg-seed0'}" in said
-    assert "from checkpoint step-000000003.ckpt, at step 3 of 3" in said
     assert f"missing: would train into {out / 'gdeq-seed0'}" in said
     said = gdeq.refused("compare", *given, "optimizer.lr=0.5", "--no-pretraining", "--dry-run")
     assert f"{out / 'jfb-seed0'} was made with other settings; choose another --out" in said

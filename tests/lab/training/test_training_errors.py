@@ -177,7 +177,7 @@ def test_an_unreadable_file(gdeq, tmp_path, content, message):
     "command", [["train"], ["train", "--resume"], ["evaluate"], ["report"], ["train", "--out"]]
 )
 def test_a_path_that_no_file_can_have(gdeq, tmp_path, monkeypatch, name, command):
-    monkeypatch.setattr(runs, "train", lambda path, *_: path.exists() or {})
+    monkeypatch.setattr(runs, "train", lambda path, *_, **__: path.exists() or {})
     said = gdeq(*command, tmp_path / name)[1]
     assert "Traceback" not in said
     assert "\x1b" not in said

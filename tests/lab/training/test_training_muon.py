@@ -205,7 +205,7 @@ def test_resumed_bit_for_bit(tmp_path, few_images):
             if done == 4:
                 raise StopError
 
-    run = RunFolder.create(cut, configs.load("digits", settings))
+    run = RunFolder(cut).create(configs.load("digits", settings))
     made = loop.Trainer(run.config(), run, CPU, Stopping(), None)
     with pytest.raises(StopError):
         made.fit()

@@ -61,7 +61,7 @@ def few_digits():
 
 def begun(path, *settings):
     """A run folder of digits in which nothing was trained yet."""
-    return folder.RunFolder.create(path, configs.load("digits", settings)).path
+    return folder.RunFolder(path).create(configs.load("digits", settings)).path
 
 
 def metrics(run, timing=False):

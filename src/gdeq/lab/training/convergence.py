@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from gdeq.lab.training.settings import Config
 from gdeq.options import count
 
@@ -20,28 +22,25 @@ class ConvergenceWatch:
         self.adapt = config.adapt
         self.told: int | None = None  # the epoch of the last warning
 
-    def warning(
+    def warnings(
         self, epoch: int, step: int, residual: float, target: float | None = None
-    ) -> str | None:
+    ) -> Iterator[str]:
         """target: of an adaptive run, the one that it is held to now."""
         limit = self.limit
         if target is not None and target > self.adapt.forward:  # wider at first, as was asked
             limit = max(limit, ABOVE * target)
-        if self.unrolled or epoch == self.told or not residual > limit:
-            return None
-        if self.steps and self.told is not None:
-            return None
+        told_before = self.told is not None if self.steps else epoch == self.told
+        if self.unrolled or told_before or not residual > limit:
+            return
         self.told = epoch
+        said = f"the solver no longer converges (mean residual {residual:.1e} at step {step})"
         if self.steps:
-            return (
-                f"warning: after {count(self.steps, 'solver step')} the mean residual is "
-                f"{residual:.1e} (step {step}): f is trained as a network of that depth, with no "
-                f"equilibrium that the solver can reach: {self._advice(residual)}"
+            said = (
+                f"after {count(self.steps, 'solver step')} the mean residual is {residual:.1e} "
+                f"(step {step}): f is trained as a network of that depth, with no equilibrium that "
+                "the solver can reach"
             )
-        return (
-            f"warning: the solver no longer converges (mean residual {residual:.1e} "
-            f"at step {step}): {self._advice(residual)}"
-        )
+        yield f"warning: {said}: {self._advice(residual)}"
 
     def _advice(self, residual: float) -> str:
         adapt = self.adapt

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,6 @@ from gdeq.lab.training.adapting import Controller, beginning, exhausted
 from gdeq.lab.training.config import Config, ConfigError, to_dict
 from gdeq.lab.training.convergence import ConvergenceWatch
 from gdeq.lab.training.folder import RunError, RunFolder
-from gdeq.lab.training.lock import RunLock
 from gdeq.lab.training.metrics import Sums
 from gdeq.lab.training.optimization import (
     averaged,
@@ -93,10 +91,8 @@ class Trainer:
         self.sums, self.test_sums = Sums(device, metric), Sums(device, metric)  # of this epoch
         self.saved_at = time.monotonic()
         self.stop = StopRequest(patience=20.0 if process.world_size > 1 else 2.0)
-        self.proceed: str | None = None  # the command that goes on, where it is not --resume
-        self.asked_to_stop = False  # by a signal that came too late to cut the training short
+        self.proceed = ""  # what one who stopped it is told to continue with
         self.convergence = ConvergenceWatch(config)
-        self.run_lock = RunLock()
         self.recorder: Recorder | None = None  # of the first process, while it trains
         self.story = Story()
 
@@ -121,17 +117,6 @@ class Trainer:
 
     # -- state -----------------------------------------------------------------------------------
 
-    def lock(self) -> None:
-        """Keep others out of the run folder until `fit` ends.  All processes call it."""
-        holder = (self.run_lock.take(self.run.path) if self.process.first else None) or ""
-        holder = self.process.agree(holder)
-        if holder:
-            raise RunError(
-                f"{self.run.path} is being trained already, by process {holder}: wait until it "
-                f"ends, or stop it (SIGTERM saves first) and then `gdeq train --resume "
-                f"{self.run.path}`"
-            )
-
     def state(self) -> dict[str, Any]:
         """All processes call it: each has a random state and sums of its own."""
         return {
@@ -149,33 +134,17 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """All processes call it, with the same state."""
-        self.lock()  # before anything in the folder is touched
-        with self.fitting():
-            self.take_over(state)
-            metrics_size = state["metrics_size"]
-        self.process.wait()  # until the last one has read the folder
-        if self.process.first:
-            for place in checkpoint.set_aside(self.run.path, newer_than=self.step):
-                self.progress.say(f"the damaged checkpoint is now {place.name}")
-            self.run.cut(metrics_size, self.progress.say)
-
-    @contextlib.contextmanager
-    def fitting(self) -> Iterator[None]:
-        """What goes wrong inside is a checkpoint of another model."""
+        """Take over what a checkpoint holds.  All processes call it, with the same state."""
         try:
-            yield
-        except LabError:
-            self.run_lock.release()
-            raise
+            self._restore(state)
         except (LookupError, RuntimeError, TypeError, ValueError) as problem:
-            self.run_lock.release()
+            if isinstance(problem, LabError):
+                raise
             raise checkpoint.CheckpointError(
                 f"the checkpoint of {self.run.path} does not fit its configuration: {problem}"
             ) from problem
 
-    def take_over(self, state: dict[str, Any]) -> None:
-        """What a checkpoint holds; the run folder is left alone."""
+    def _restore(self, state: dict[str, Any]) -> None:
         self.step, self.seconds = state["step"], state["seconds"]
         if self.step > self.total:
             least = -(-self.step // len(self.train_batches))
@@ -201,23 +170,15 @@ class Trainer:
             check_finite(math.nan, self.step, self.run.path)
         state = self.state()
         if self.process.first:
-            self.guard()
-            self.run.sync()
-            checkpoint.save(self.run.path, self.step, state, to_dict(self.config))
+            self.run.save(state, self.config)
         self.process.wait()
         self.saved_at = time.monotonic()
 
-    def guard(self) -> None:
-        """Nothing may be written to a folder that is not the one of the beginning."""
-        if self.run_lock.lost(self.run.path):
-            raise RunError(
-                f"{self.run.path} was moved or deleted while it was being trained: nothing more is "
-                "written; continue it where it is now with `gdeq train --resume`"
-            )
-
     def notes(self) -> list[str]:
         """What its settings come to, where that is not plain from them."""
-        first, found = self.config.pretrain_steps, list(self.task.notes())
+        first = self.config.pretrain_steps
+        warning = caution(self.config, self.process.device)
+        found = [*([warning] if warning else []), *self.task.notes()]
         if first >= self.total:
             found.append(
                 f"warning: all {count(self.total, 'step')} are unrolled, none has a solver: lower "
@@ -236,20 +197,31 @@ class Trainer:
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self, more: bool = False, proceed: str | None = None) -> dict[str, Any]:
+        """Train to the end; returns the summary.
+
+        more: other runs come after it, which a signal stops even where this one came to its end.
+        proceed: what one who stopped it is told to continue with (None: `gdeq train --resume`).
+        """
+        path = self.run.path
+        self.proceed = proceed or f"`gdeq train --resume {path}`"
         try:
-            self.lock()
-            return self._fit()
+            summary = self._fit()
         except OSError as problem:
-            raise unwritten(problem, self.run.path) from problem
+            raise unwritten(problem, path) from problem
         finally:
             self.progress.end()
             if self.recorder is not None:
                 self.recorder.close()
-            self.run_lock.release()
             # Or it outlives the group: its end would then wait, with Python's lock in hand, for a
             # thread of the group that waits for that lock.
             self.wrapped = self.model
+        if self.process.any(more and self.stop.caught is not None):
+            raise Interrupted(
+                self.stop.caught,
+                f"stopped after {path}, which is finished; the same command goes on with the rest",
+            )
+        return summary
 
     def _fit(self) -> dict[str, Any]:
         config, device = self.config, self.process.device
@@ -257,14 +229,12 @@ class Trainer:
             self.recorder = Recorder(self.run, self.step)
         title = f"{self.task.title_of(config)} {config.gradient.name}"
         self.progress.begin(title, self.total, self.step, self.task.metric)
-        self._say(caution(config, device))
         for text in self.notes():
-            self._say(text)
+            self.progress.say(text)
         if self.process.world_size > 1:  # some ways to be lost leave nobody who could say it
-            self._say(f"if a process is lost: `gdeq train --resume {self.run.path}`")
+            self.progress.say(f"if a process is lost: `gdeq train --resume {self.run.path}`")
         with self.stop, precision(config, device):
             self._epochs()
-        self.asked_to_stop = self.process.any(self.stop.caught is not None)
         return self._finish()
 
     def _epochs(self) -> None:
@@ -314,11 +284,8 @@ class Trainer:
         return time.perf_counter() - self.recordings.seconds
 
     def _interrupted(self) -> Interrupted:
-        proceed = self.proceed or f"`gdeq train --resume {self.run.path}`"
-        return Interrupted(
-            self.stop.caught or signal.SIGTERM,
-            f"stopped at step {self.step}; continue with {proceed}",
-        )
+        text = f"stopped at step {self.step}; continue with {self.proceed}"
+        return Interrupted(self.stop.caught, text)
 
     def _must_save(self) -> bool:
         if self.process.world_size > 1 and self.step % self.config.log_every:
@@ -349,7 +316,7 @@ class Trainer:
         if any(self.controller.exhausted) and epoch != self.told:
             self.told = epoch
             for text in exhausted(self.step, self.controller.exhausted, residual, error):
-                self._say(text)
+                self.progress.say(text)
 
     def _in_use(self) -> dict[str, Any]:
         """For the records: what the controller has chosen, where there is one."""
@@ -429,7 +396,8 @@ class Trainer:
         # The way down to z, which measures the residual, is none to the parameters.
         parameters = [p for p in model.parameters() if p.requires_grad]
         objective.backward(inputs=None if self.measured else parameters)
-        self.clip_gradients()
+        if self.config.optimizer.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, self.config.optimizer.clip)
         self.optimizer.step()
         self._add(self.sums, loss, output, targets, self.deq)
         task.advance(model)
@@ -441,20 +409,12 @@ class Trainer:
         with torch.no_grad():
             sums.add(loss.detach(), self.task.score(output, *targets), deq.solution)
 
-    def clip_gradients(self) -> None:
-        if self.config.optimizer.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
-
     def _penalty(self, *inputs: Any) -> Tensor:
         deq = self.deq
         assert deq.solution is not None
         return residual_penalty(lambda z: deq.cell(z, *inputs), deq.solution.z)
 
     # -- what it tells ---------------------------------------------------------------------------
-
-    def _say(self, text: str | None) -> None:
-        if text is not None:
-            self.progress.say(text)
 
     def _log(self, epoch: int, figures: dict[str, float]) -> None:
         check_finite(figures["loss"], self.step, self.run.path)
@@ -465,12 +425,12 @@ class Trainer:
         self._write(record)
         if not unrolled_steps(record, self.config):
             target = self.controller.forward.target if self.controller else None
-            self._say(self.convergence.warning(epoch, self.step, figures["residual"], target))
+            for text in self.convergence.warnings(epoch, self.step, figures["residual"], target):
+                self.progress.say(text)
 
     def _write(self, record: dict[str, Any]) -> None:
         self.story.note(record, self.config)
         if self.recorder is not None:
-            self.guard()
             self.recorder.write(record)
 
     def _end_of_epoch(self, epoch: int) -> None:
@@ -542,12 +502,10 @@ class Trainer:
     def _finish(self) -> dict[str, Any]:
         if not self.process.first:  # the files are the first one's
             return {}
-        self.guard()
-        parameters = sum(p.numel() for p in self.model.parameters())
         told = self.story.summary(self.config, self.process, self.task.metric) | {
             "train_seconds": self.seconds,
             "recording_seconds": self.recordings.seconds,  # compiling too; not in train_seconds
-            "parameters": parameters,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
             "test_samples": len(self.task.data.test[0]),
         }
         self._write_weights("weights.safetensors")

@@ -40,9 +40,8 @@ def precision(config: Config, device: torch.device) -> Iterator[None]:
 
 def caution(config: Config, device: torch.device) -> str | None:
     """To be said before the first step: an illegal instruction ends a process without a word."""
-    if config.precision != "bf16" or device.type != "cpu":
-        return None
-    return slow_on_a_cpu("precision=float32")
+    slow = config.precision == "bf16" and device.type == "cpu"
+    return slow_on_a_cpu("precision=float32") if slow else None
 
 
 def slow_on_a_cpu(better: str) -> str:

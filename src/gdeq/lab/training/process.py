@@ -89,9 +89,10 @@ class Process:
             torch.cuda.set_rng_state(cuda_rng[self.rank].clone(), self.device)
 
 
-def start(device: str, timeout: float = 600.0) -> Process:
+def start(device: str, option: str = "device=", timeout: float = 600.0) -> Process:
     """Join the group that `torchrun` made, if it did.
 
+    option: what the user chose the device with, for the advice in an error.
     timeout: seconds after which one who does not answer counts as lost.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -101,19 +102,22 @@ def start(device: str, timeout: float = 600.0) -> Process:
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        chosen = None
-    if chosen is None or chosen.type not in ("cpu", "cuda"):
-        raise DeviceError(f"there is no device {device!r}: write cpu, cuda or cuda:0")
+        chosen = torch.device("meta")
+    if chosen.type not in ("cpu", "cuda"):
+        raise DeviceError(
+            f"there is no device {device!r}: write cpu, cuda or cuda:0; use {option}cpu"
+        )
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
             raise DeviceError(
-                "device=cuda was asked for, but PyTorch sees no GPU here; use device=cpu or "
-                "device=auto, or install a CUDA build of PyTorch"
+                f"{option}cuda was asked for, but PyTorch sees no GPU here; use {option}cpu or "
+                f"{option}auto, or install a CUDA build of PyTorch"
             )
         index = chosen.index if chosen.index is not None else local
         if index >= torch.cuda.device_count():
             raise DeviceError(
-                f"there is no GPU {index}: this machine has {torch.cuda.device_count()}"
+                f"there is no GPU {index}: this machine has {torch.cuda.device_count()}; use "
+                f"{option}cpu"
             )
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)
