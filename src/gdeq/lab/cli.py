@@ -12,7 +12,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,17 +59,15 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
-KEYS = ["Settings and their defaults, which a preset may change:", ""]
-KEYS += configs.help_lines(registry.TASKS["images"].settings)
-KEYS += [
-    "",
-    "Language models (chars, ptb, ...) have these in place of data, model and augment:",
-    "",
-]
-KEYS += [line for line in configs.help_lines(registry.TASKS["bytes"].settings) if line not in KEYS]
-for other in ("sudoku", "imaging"):
-    lines = configs.help_lines(registry.TASKS[other].settings)
-    KEYS += ["", f"{other} has these instead:", "", *(line for line in lines if line not in KEYS)]
+KEYS: list[str] = []
+for _task, _title in {
+    "images": "Settings and their defaults, which a preset may change:",
+    "bytes": "Language models (chars, ptb, ...) have these in place of data, model and augment:",
+    "sudoku": "sudoku has these instead:",
+    "imaging": "imaging has these instead:",
+}.items():
+    _own = [line for line in configs.help_lines(registry.TASKS[_task].settings) if line not in KEYS]
+    KEYS += [_title, "", *_own, ""]
 Root = Annotated[
     Path | None,
     typer.Option("--data", help="Folder of the data sets (default: $GDEQ_DATA, else ./data)."),
@@ -90,20 +88,14 @@ RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, then exit.")]
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"gdeq {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
+@app.callback(invoke_without_command=True)
 def options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=show_version, is_eager=True, help="Show the version."),
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
 ) -> None:
     """Of `gdeq` itself, before any command."""
+    if version:
+        typer.echo(f"gdeq {__version__}")
+        raise typer.Exit
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
@@ -172,7 +164,7 @@ def train(
     if resume is not None and str(resume) != "auto":
         if out is not None:
             raise configs.ConfigError("--resume continues in the run's own folder: leave --out out")
-        if source is not None and (source in PRESETS or is_file(source)):
+        if source in PRESETS or re.fullmatch(r"[^=]*\.(yaml|yml|py)", source or ""):
             raise configs.ConfigError(
                 f"--resume takes no preset and no file, since it uses the run's own configuration: "
                 f"leave {source} out (settings such as epochs=5 may follow)"
@@ -221,8 +213,7 @@ def evaluate(
     from gdeq.lab.training.folder import RunFolder
 
     task = registry.find(RunFolder.open(run).config().task)
-    numbers: Sequence[int | None] = steps or [None]
-    for number in numbers:
+    for number in steps or (None,):
         found = runs.evaluate(run, data, device, number)
         told = "" if number is None else f" with {count(number, 'solver step')}"
         tell(
@@ -337,44 +328,35 @@ def similarity(
     from gdeq.lab.report.similarity import Similarity
     from gdeq.lab.training import runs
 
-    found: dict[int, list[dict[str, Any]]] = {}
-    measured = runs.measure_similarity(
-        run, epochs, batches, batch_size, data, device, exact_tol, tell
-    )
+    found: list[dict[str, Any]] = []
     began = time.monotonic()
-    for record in measured:
-        records = found.setdefault(record["epoch"], [])
-        if not records or records[-1]["batch"] != record["batch"]:  # minutes, on a CPU
-            told = f"epoch {record['epoch']}: mini-batch {record['batch'] + 1} of {batches}"
-            tell(f"{told} is solved, {time.monotonic() - began:.0f} s")
-        records.append(record)
+    for record in runs.measure_similarity(
+        run, epochs, batches, batch_size, data, device, exact_tol, tell
+    ):
+        mini = f"epoch {record['epoch']}: mini-batch {record['batch'] + 1} of {batches}"
+        if record["method"] == "Implicit":  # the first of each; minutes, on a CPU
+            tell(f"{mini} is solved, {time.monotonic() - began:.0f} s")
+        found.append(record)
     if exact_tol > ROUGH:
         tell(f"warning: with --exact-tol {exact_tol:g} the exact gradient is a rough estimate")
-    every = [record for records in found.values() for record in records]
-    table = Similarity(read_run(run), "", every).table
+    table = Similarity(read_run(run), "", found).table
     if table.rows:
         typer.echo(table.text())
-    for epoch, records in found.items():
-        for text in left_out(epoch, records, exact_tol):
-            tell(text)
-    if not any(record["solved"] for record in every):
-        raise typer.Exit(1)
-    tell(f"saved in {run / 'similarity.jsonl'}")
-
-
-def left_out(epoch: int, records: list[dict[str, Any]], exact_tol: float) -> Iterator[str]:
-    """A warning where samples of this epoch have no exact gradient."""
-    mini = {record["batch"]: record for record in records}.values()
-    samples, left = sum(r["samples"] for r in mini), sum(r["solved"] for r in mini)
-    if left < samples:
+    for epoch in dict.fromkeys(record["epoch"] for record in found):
+        first = [r for r in found if r["epoch"] == epoch and r["method"] == "Implicit"]
+        samples, left = sum(r["samples"] for r in first), sum(r["solved"] for r in first)
         rest = "The cosines above are those of the others, which are easier"
         if not left:
             rest = "None is left: raise --exact-tol (float32 reaches about 1e-6)"
-        yield (
-            f"warning: at epoch {epoch} {samples - left} of {samples} samples are left out: no "
-            f"equilibrium, or no exact gradient at it, was found to {exact_tol:.1e} "
-            f"(--exact-tol).  {rest}"
-        )
+        if left < samples:
+            tell(
+                f"warning: at epoch {epoch} {samples - left} of {samples} samples are left out: no "
+                f"equilibrium, or no exact gradient at it, was found to {exact_tol:.1e} "
+                f"(--exact-tol).  {rest}"
+            )
+    if not any(record["solved"] for record in found):
+        raise typer.Exit(1)
+    tell(f"saved in {run / 'similarity.jsonl'}")
 
 
 @app.command()
@@ -573,17 +555,10 @@ def chosen(source: str | None, settings: list[str] | None, gradients: Sequence[s
 
 
 def default_name(config: Config) -> str:
-    parts = [title_of(config), config.gradient.name]
-    if config.adapt.enabled:
-        parts.append("adaptive")
-    if config.pretrain_steps:
-        parts.append("pretrained")
-    return "-".join([*parts, f"seed{config.seed}", time.strftime("%Y%m%d-%H%M%S")])
+    adaptive, pretrained = config.adapt.enabled, config.pretrain_steps > 0
+    kind = f"{config.gradient.name}{'-adaptive' * adaptive}{'-pretrained' * pretrained}"
+    return f"{title_of(config)}-{kind}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def title_of(config: Config) -> str:
     return registry.find(config.task).title_of(config).replace(" ", "-")
-
-
-def is_file(source: str) -> bool:
-    return Path(source).suffix in (".yaml", ".yml", ".py") and "=" not in source

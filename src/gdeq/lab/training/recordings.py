@@ -62,7 +62,9 @@ class Recordings:
             compile_ahead(lambda: work(*inputs))
         made = self._of(work, way)
         with torch.random.fork_rng(gpus):
-            self._until_recorded(made, work, way, inputs)
+            for _ in range(REHEARSALS):
+                if made.graph is None and made.reason is None:
+                    self.run(work, way, *inputs)
         with torch.no_grad():
             known = {id(tensor) for tensor, _ in saved}
             for tensor in changed():
@@ -73,18 +75,6 @@ class Recordings:
         torch.clear_autocast_cache()  # its copies are of the rehearsal's weights
         wait_for(gpus)
         self.seconds = before + time.perf_counter() - start
-
-    def _until_recorded(
-        self,
-        made: Captured,
-        work: Callable[..., None],
-        way: tuple[Any, ...],
-        inputs: tuple[Tensor, ...],
-    ) -> None:
-        for _ in range(REHEARSALS):
-            if made.graph is not None or made.reason is not None:
-                break
-            self.run(work, way, *inputs)
 
     def _of(self, work: Callable[..., None], way: tuple[Any, ...]) -> Captured:
         key = (work.__name__, *way)

@@ -48,9 +48,8 @@ class Story:
 
     def __init__(self) -> None:
         self.last: dict[str, Any] = {}  # the record of the last epoch
-        self.ms: list[
-            float
-        ] = []  # of the log lines; those of pre-training while there are no others
+        # Of the log lines; those of pre-training while there are no others.
+        self.ms: list[float] = []
         self.unrolled = True
 
     def note(self, record: dict[str, Any], config: Config) -> None:
