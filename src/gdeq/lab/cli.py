@@ -83,7 +83,7 @@ ExactTol = Annotated[
         "that do not reach it are left out."
     ),
 ]
-ROUGH = 1e-2  # above this, an --exact-tol deserves a word
+ROUGH = 1e-2  # above this, --exact-tol gives a warning
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, then exit.")]
 
@@ -92,14 +92,14 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done
 def options(
     version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
 ) -> None:
-    """Of `gdeq` itself, before any command."""
+    """Options of `gdeq` itself."""
     if version:
         typer.echo(f"gdeq {__version__}")
         raise typer.Exit
 
 
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """What a user can mend is told in a sentence, not in a traceback."""
+    """Print errors that the user can mend as a sentence, not as a traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -118,13 +118,13 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
             typer.secho(files.shown(told[0]), err=True)
             raise typer.Exit(128 + told[1]) from stop
 
-    # One line a paragraph: the terminal knows best where to wrap it.
+    # One line per paragraph, which the terminal wraps.
     run.__doc__ = re.sub(r"(?<=\S)\n *(?=\S)", " ", command.__doc__ or "")
     return run
 
 
 def tell(text: str) -> None:
-    """On one line each, without what could steer the terminal."""
+    """Print text without control characters and without wrapping."""
     console.print(files.shown(text))
 
 
@@ -334,7 +334,7 @@ def similarity(
         run, epochs, batches, batch_size, data, device, exact_tol, tell
     ):
         mini = f"epoch {record['epoch']}: mini-batch {record['batch'] + 1} of {batches}"
-        if record["method"] == "Implicit":  # the first of each; minutes, on a CPU
+        if record["method"] == "Implicit":  # the first record of each mini-batch
             tell(f"{mini} is solved, {time.monotonic() - began:.0f} s")
         found.append(record)
     if exact_tol > ROUGH:
@@ -547,7 +547,7 @@ def get_data(
 
 
 def chosen(source: str | None, settings: list[str] | None, gradients: Sequence[str] = ()) -> Config:
-    """What the arguments say; who leaves the preset out begins with a setting."""
+    """The configuration that the arguments ask for.  Without a preset, the first is a setting."""
     if source is None or "=" in source:  # gdeq train epochs=3
         first = [] if source is None else [source]
         return configs.load("digits", [*first, *(settings or [])], gradients)

@@ -51,7 +51,7 @@ def read_peers(text: str | None, setup: Setup) -> tuple[str, ...]:
 
 
 def caution(setup: Setup, peers: tuple[str, ...]) -> str | None:
-    """To be said before the first step: an illegal instruction ends a process without a word."""
+    """A warning to print before the first step, since an illegal instruction gives no message."""
     options = {"--precision": setup.precision == "bf16", "--peers": "bf16" in peers}
     asked = [option for option, given in options.items() if given]
     if setup.cuda or not asked:
@@ -177,8 +177,8 @@ def lines(setup: Setup, found: dict[str, Any]) -> list[str]:
     if "gdeq: gdeq" not in rows:
         return told
     mine = rows["gdeq: gdeq"]["ms"]
-    # The first evaluation, one a step, and the VJP as two; where steps are not recorded, the one
-    # with autograd is not among them.
+    # One evaluation per solver step, the first one, and two for the VJP.  Without recorded steps
+    # there is one more, with autograd.
     evaluations = setup.forward + (3 if setup.cuda else 4)
     told.append(
         f"GDEQ step {mine:.2f} ms, f {cell['f']:.3f} ms, "

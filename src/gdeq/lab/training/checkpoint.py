@@ -42,7 +42,7 @@ def save(run: Path, step: int, state: dict[str, Any], config: dict[str, Any] | N
     folder = files.subfolder(run, "checkpoints")
     place = folder / f"step-{step:09d}.ckpt"
     files.write(place, pack(tensors, about))
-    for old in [*available(run)[KEEP:], *folder.glob("*.part")]:  # .part: of a process killed here
+    for old in [*available(run)[KEEP:], *folder.glob("*.part")]:  # .part: a process was killed
         with contextlib.suppress(OSError):
             old.unlink()
     return place
@@ -91,7 +91,7 @@ def pack(tensors: Mapping[str, Tensor], about: Any) -> bytes:
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    # One entry: several would come in any order.
+    # One entry, since the order of several is not fixed.
     data = dump(plain, {"gdeq": json.dumps({"sha256": ZEROS.decode(), "about": about})})
     at = data.index(SUM) + len(SUM)
     return data[:at] + hashlib.sha256(data).hexdigest().encode() + data[at + len(ZEROS) :]
@@ -131,7 +131,7 @@ def config_in(path: Path) -> dict[str, Any] | None:
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """`load_state_dict`, without numbers of another kind and such as are none."""
+    """`load_state_dict`, which also refuses other dtypes and numbers that are not finite."""
     for name, own in model.state_dict().items():
         given = tensors.get(name, own)
         if given.dtype != own.dtype:
@@ -142,7 +142,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """For JSON, with the names of the tensors in their place; keys keep their type."""
+    """Data for JSON, with names in place of tensors.  Keys of dicts keep their type."""
     if isinstance(value, Tensor):
         name = str(len(tensors))
         tensors[name] = value

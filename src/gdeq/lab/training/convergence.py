@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from gdeq.lab.training.settings import Config
 from gdeq.options import count
 
-ABOVE = 2.0  # times a target that still tightens: below, more steps are taken without a word
+ABOVE = 2.0  # a target that still tightens may be exceeded so many times without a warning
 
 
 class ConvergenceWatch:
-    """Finds the words when they do not, once an epoch."""
+    """Warns when they do not, at most once an epoch."""
 
     def __init__(self, config: Config) -> None:
         tol = config.solver.tol
-        self.unrolled = config.gradient.name == "unrolled"  # there convergence is not asked for
+        self.unrolled = config.gradient.name == "unrolled"  # its gradient does not need convergence
         self.steps = None if tol > 0 or config.adapt.enabled else config.solver.max_iter
-        # Exactly so many steps are few on purpose: one word, and only when they lead nowhere.
+        # A fixed number of steps is small on purpose: one warning, if they lead nowhere near.
         self.limit = 0.3 if self.steps else max(0.1, 10 * tol)
         self.adapt = config.adapt
         self.told: int | None = None  # the epoch of the last warning

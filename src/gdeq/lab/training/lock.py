@@ -26,7 +26,7 @@ class RunLock:
         self.file: IO[str] | None = None
 
     def take(self, run: Path) -> str | None:
-        """Who holds it, if another does.  Where a file system has no locks, nobody ever does."""
+        """Take it.  Returns who holds it if another does, never where files cannot be locked."""
         if fcntl is None:
             return None
         with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
@@ -38,13 +38,13 @@ class RunLock:
                 return file.read(200).strip() or "unknown"
             self.file = file
             opened.pop_all()  # it stays open
-            file.truncate(0)  # on a full disk nobody is told whose lock it is
+            file.truncate(0)  # on a full disk the lock holds, without a name
             file.write(f"{os.getpid()} on {platform.node()}")
             file.flush()
         return None
 
     def lost(self, run: Path) -> bool:
-        """Whether the folder that was locked is no longer there, or another one is."""
+        """Whether the folder that was locked is gone or was replaced."""
         if self.file is None:
             return not run.is_dir()
         try:

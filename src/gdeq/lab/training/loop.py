@@ -19,18 +19,12 @@ from gdeq.lab.files import LabError
 from gdeq.lab.tasks import registry
 from gdeq.lab.tasks.task import Task
 from gdeq.lab.training import checkpoint
+from gdeq.lab.training import optimization as optim
 from gdeq.lab.training.adapting import Controller, beginning, exhausted
 from gdeq.lab.training.config import Config, ConfigError, to_dict
 from gdeq.lab.training.convergence import ConvergenceWatch
 from gdeq.lab.training.folder import RunError, RunFolder
 from gdeq.lab.training.metrics import Sums
-from gdeq.lab.training.optimization import (
-    averaged,
-    build_optimizer,
-    learning_rate,
-    restore_moments,
-    set_rate,
-)
 from gdeq.lab.training.precision import caution, precision
 from gdeq.lab.training.process import Process
 from gdeq.lab.training.progress import Silent
@@ -47,7 +41,8 @@ from gdeq.lab.training.stopping import (
 from gdeq.options import count
 from gdeq.tracing import eager
 
-# A gradient without a VJP pays for the measurement with a fraction of an evaluation of f.
+# Gradients without VJPs (JFB, plain GDEQ) are measured at one step in ten: the measurement would
+# cost them part of an evaluation of f at every step.
 SELDOM = 10
 __all__ = ["DivergedError", "Interrupted", "Trainer", "TrainingError", "measures", "precision"]
 
@@ -65,39 +60,39 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = self.task.model().to(device)
         self.deq = _deq_of(self.model, self.task)
-        self.deq.warns = False  # the share of samples that converge is in the log
-        if process.rank:  # the same weights everywhere, but dropout masks of its own
+        self.deq.warns = False  # the log already shows how many samples converge
+        if process.rank:  # equal weights in all processes, different dropout masks
             torch.manual_seed(config.seed + 1_000_003 * process.rank)
-        self.average = averaged(self.model, config.ema) if config.ema else None
+        self.average = optim.averaged(self.model, config.ema) if config.ema else None
         self.wrapped: nn.Module = self.model
         if process.world_size > 1:
             ids = [device.index] if device.type == "cuda" else None
             self.wrapped = DistributedDataParallel(self.model, device_ids=ids)
-        self.optimizer = build_optimizer(config, self.model)
+        self.optimizer = optim.build_optimizer(config, self.model)
         self.total = config.epochs * len(self.train_batches)
         self.step = 0
         adapt = config.adapt
         self.controller = Controller(adapt, config.residual_weight) if adapt.enabled else None
-        self.told: int | None = None  # the epoch of its last warning
-        # Between several GPUs gradients are exchanged by threads that no graph sees.
+        self.told: int | None = None  # the epoch of the controller's last warning
+        # Several GPUs exchange gradients in threads that a CUDA graph cannot record.
         alone = device.type == "cuda" and process.world_size == 1
         self.recordings = Recordings(config.graph and alone, adapt.enabled)
-        self.penalised = False  # the step under way has the residual penalty
-        self.measured = True  # its gradient's residual is
-        # The penalty's weight, where a recorded step reads it.
+        self.penalised = False  # whether this step has the residual penalty
+        self.measured = True  # whether this step measures its backward residual
+        # A tensor, so that a recorded step sees its changes.
         self.penalty_weight = torch.zeros((), device=device)
-        self.seconds = 0.0  # spent training, over all pieces of the run
+        self.seconds = 0.0  # of training so far, also before a resume
         metric = self.task.metric
         self.sums, self.test_sums = Sums(device, metric), Sums(device, metric)  # of this epoch
         self.saved_at = time.monotonic()
         self.stop = StopRequest(patience=20.0 if process.world_size > 1 else 2.0)
-        self.proceed = ""  # what one who stopped it is told to continue with
+        self.proceed = ""  # the command that continues after a stop
         self.convergence = ConvergenceWatch(config)
-        self.recorder: Recorder | None = None  # of the first process, while it trains
+        self.recorder: Recorder | None = None  # only in the first process, while it trains
         self.story = Story()
 
     def _batches(self) -> tuple[Any, Any]:
-        """Of training, and of the test."""
+        """The batches of the training set and of the test set."""
         size, samples = self.config.batch_size, len(self.task.data.train[0])
         if size > samples:
             raise ConfigError(
@@ -112,13 +107,13 @@ class Trainer:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The averaged weights where there are any."""
+        """The model that is tested: the averaged one if weights are averaged."""
         return self.model if self.average is None else self.average.module
 
     # -- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """All processes call it: each has a random state and sums of its own."""
+        """All that a resume needs.  Every process must call this: each has its own random state."""
         return {
             "step": self.step,
             "seconds": self.seconds,
@@ -134,7 +129,7 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what a checkpoint holds.  All processes call it, with the same state."""
+        """Take over what a checkpoint holds.  Every process must call this with the same state."""
         try:
             self._restore(state)
         except (LookupError, RuntimeError, TypeError, ValueError) as problem:
@@ -158,14 +153,14 @@ class Trainer:
         if self.average is not None:
             checkpoint.load_weights(self.average, state["averaged"])
         self.story.restore(state["story"])
-        restore_moments(self.optimizer, state["optimizer"])
+        optim.restore_moments(self.optimizer, state["optimizer"])
         if self.controller is not None and state["adapt"] is not None:
             self.controller.restore(state["adapt"], self.step / self.total)
         self.process.restore_random_state(state)
 
     def save(self) -> None:
         check_finite(self.sums.read(self.process)["loss"], self.step, self.run.path)
-        # The loss is from before the last update: that may have spoilt the weights.
+        # The loss was computed before the last update, which may have made weights infinite.
         if not torch.stack([p.isfinite().all() for p in self.model.parameters()]).all():
             check_finite(math.nan, self.step, self.run.path)
         state = self.state()
@@ -175,7 +170,7 @@ class Trainer:
         self.saved_at = time.monotonic()
 
     def notes(self) -> list[str]:
-        """What its settings come to, where that is not plain from them."""
+        """Lines to print before the first step: warnings, and what the settings amount to."""
         first = self.config.pretrain_steps
         warning = caution(self.config, self.process.device)
         found = [*([warning] if warning else []), *self.task.notes()]
@@ -189,7 +184,7 @@ class Trainer:
         return found
 
     def whereabouts(self) -> str:
-        """Where a resumed run goes on."""
+        """Where a resumed run continues, as a sentence."""
         if self.step == self.total:
             return f"step {self.total} of {self.total} is done: only the end of the run is left"
         epoch = self.step // len(self.train_batches) + 1
@@ -200,8 +195,8 @@ class Trainer:
     def fit(self, more: bool = False, proceed: str | None = None) -> dict[str, Any]:
         """Train to the end; returns the summary.
 
-        more: other runs come after it, which a signal stops even where this one came to its end.
-        proceed: what one who stopped it is told to continue with (None: `gdeq train --resume`).
+        more: other runs follow.  A signal then raises `Interrupted` even if this run finishes.
+        proceed: the command to continue with after a stop, by default `gdeq train --resume`.
         """
         path = self.run.path
         self.proceed = proceed or f"`gdeq train --resume {path}`"
@@ -213,8 +208,8 @@ class Trainer:
             self.progress.end()
             if self.recorder is not None:
                 self.recorder.close()
-            # Or it outlives the group: its end would then wait, with Python's lock in hand, for a
-            # thread of the group that waits for that lock.
+            # DistributedDataParallel must not outlive the process group.  Its destructor holds
+            # Python's lock and waits for a thread of the group, which waits for that lock.
             self.wrapped = self.model
         if self.process.any(more and self.stop.caught is not None):
             raise Interrupted(
@@ -231,7 +226,7 @@ class Trainer:
         self.progress.begin(title, self.total, self.step, self.task.metric)
         for text in self.notes():
             self.progress.say(text)
-        if self.process.world_size > 1:  # some ways to be lost leave nobody who could say it
+        if self.process.world_size > 1:  # if all processes die, none can say it later
             self.progress.say(f"if a process is lost: `gdeq train --resume {self.run.path}`")
         with self.stop, precision(config, device):
             self._epochs()
@@ -254,9 +249,9 @@ class Trainer:
         while upcoming is not None:
             at, batch = upcoming
             self.one_step(*batch)
-            upcoming = next(batches, None)  # made while the device is at work on the step
+            upcoming = next(batches, None)  # prepared while the device still works on the step
             logging = self.step % self.config.log_every == 0
-            # Not after the last step: who resumes there would miss the end of the epoch.
+            # Not after the last step, or a resume would skip the end of the epoch.
             saving = at + 1 < per_epoch and self._must_save()
             looking = self._must_look()
             if not (logging or looking or saving):
@@ -280,7 +275,7 @@ class Trainer:
         self.seconds += self._clock() - watch
 
     def _clock(self) -> float:
-        """It stands still while a step is recorded."""
+        """Seconds, without the time spent recording steps."""
         return time.perf_counter() - self.recordings.seconds
 
     def _interrupted(self) -> Interrupted:
@@ -289,7 +284,7 @@ class Trainer:
 
     def _must_save(self) -> bool:
         if self.process.world_size > 1 and self.step % self.config.log_every:
-            return False  # asking the others costs a message: not at every step
+            return False  # asking the other processes costs a message
         late = time.monotonic() - self.saved_at >= self.config.checkpoint_seconds
         return self.process.any(self.stop.caught is not None or late)
 
@@ -299,10 +294,10 @@ class Trainer:
         return self.step - self.config.pretrain_steps >= self.controller.every
 
     def _adapt(self, epoch: int) -> None:
-        """All processes call it, and measure and choose the same."""
+        """Let the controller decide.  Every process must call this, and all decide the same."""
         assert self.controller is not None
         figures = self.sums.read_since_look(self.process)
-        if figures is None:  # nothing was measured since, as where a resume has just begun
+        if figures is None:  # nothing was measured yet, as right after a resume
             return
         self.sums.look()
         measured = {name: figures[name] for name in ("residual", "batch_error")}
@@ -319,18 +314,16 @@ class Trainer:
                 self.progress.say(text)
 
     def _in_use(self) -> dict[str, Any]:
-        """For the records: what the controller has chosen, where there is one."""
+        """What the controller has chosen, for the records; empty without a controller."""
         return self.controller.choice.figures() if self.controller is not None else {}
 
     # -- one step --------------------------------------------------------------------------------
 
     def one_step(self, *batch: Tensor) -> None:
         self._prepare(self.step)
-        unrolled = self.deq.solver is None
-        way: tuple[Any, ...] = (unrolled, self.penalised, self.measured)
-        if self.controller is not None and not unrolled:
-            choice = self.controller.choice
-            way += (choice.steps, choice.refine)
+        way: tuple[Any, ...] = (self.deq.solver is None, self.penalised, self.measured)
+        if self.controller is not None and self.deq.solver is not None:
+            way += (self.controller.choice.steps, self.controller.choice.refine)
         self.recordings.rehearse(self._compute, way, self._changed, *batch)
         self.recordings.run(self._compute, way, *batch)
         if self.average is not None:
@@ -352,22 +345,21 @@ class Trainer:
             deq.solver, deq.gradient = None, Unrolled(config.pretrain_layers)
         elif self.controller is not None:
             choice = self.controller.choice
-            deq.solver = choice.solver(config)
-            deq.gradient = choice.gradient(config)
+            deq.solver, deq.gradient = choice.solver(config), choice.gradient(config)
         else:
             deq.solver, deq.gradient = config.solver.build(), config.gradient.build()
 
     def _prepare(self, step: int) -> None:
-        """All that depends on the number of the step; what is a number goes into its tensor."""
+        """Set what depends on the number of the step; a recorded step reads it from tensors."""
         config = self.config
         torch.clear_autocast_cache()  # its half-precision copies are of the weights before a step
         self.set_phase(step)
         if step == config.pretrain_steps:
-            self.sums.look()  # what went before says nothing of the solver
+            self.sums.look()  # measurements of unrolled steps say nothing about the solver
         weight = config.residual_weight
         if self.controller is not None:
             weight = self.controller.choice.residual_weight
-        # Unrolled, there is no equilibrium to speak of.
+        # An unrolled step has no equilibrium, so no penalty either.
         solved = step >= config.pretrain_steps
         self.penalised = solved and weight > 0 and step % config.residual_every == 0
         if self.penalised:
@@ -376,16 +368,16 @@ class Trainer:
         measured = measures(config, step, SELDOM if plain else 1)
         if plain and measured:
             self.deq.gradient = Measured(self.deq.gradient)
-        # (Of DistributedDataParallel all gradients are asked for, in the way it knows.)
+        # (DistributedDataParallel needs a plain backward(), which always measures.)
         self.measured = measured or self.wrapped is not self.model
-        set_rate(self.optimizer, learning_rate(config, step, self.total))
+        optim.set_rate(self.optimizer, optim.learning_rate(config, step, self.total))
         self.model.train()
 
     def _compute(self, x: Tensor, *targets: Tensor) -> None:
-        """The step itself: reads and writes tensors that stay where they are, waits for nothing."""
+        """The step itself: it uses tensors that stay in place, and never waits for the device."""
         model, task = self.model, self.task
         with contextlib.ExitStack() as opened:
-            if self.penalised:  # the f that was solved: with its dropout masks and its inputs
+            if self.penalised:  # the penalty is on the f that was solved: same masks and inputs
                 opened.enter_context(hold(self.deq.cell))
                 inputs = opened.enter_context(deq_inputs(model, task))
             output = self.wrapped(x)
@@ -393,7 +385,7 @@ class Trainer:
             if self.penalised:
                 objective = loss + self.penalty_weight * self._penalty(*inputs[0])
         self.optimizer.zero_grad(set_to_none=True)
-        # The way down to z, which measures the residual, is none to the parameters.
+        # With the parameters alone there is no pass down to z, which measures the residual.
         parameters = [p for p in model.parameters() if p.requires_grad]
         objective.backward(inputs=None if self.measured else parameters)
         if self.config.optimizer.clip is not None:
@@ -421,7 +413,7 @@ class Trainer:
         figures |= self._in_use()
         self.progress.step(self.step, figures)
         record = {"kind": "step", "step": self.step, "epoch": epoch + 1, **figures}
-        record["lr"] = learning_rate(self.config, self.step - 1, self.total)
+        record["lr"] = optim.learning_rate(self.config, self.step - 1, self.total)
         self._write(record)
         if not unrolled_steps(record, self.config):
             target = self.controller.forward.target if self.controller else None
@@ -441,10 +433,7 @@ class Trainer:
         test: dict[str, Any] = self.evaluate() if tested else {"loss": None, metric.name: None}
         told = ("solver_steps", "residual", "backward_residual", "backward_error", "batch_error")
         record = {
-            "kind": "epoch",
-            "epoch": epoch + 1,
-            "step": self.step,
-            "seconds": self.seconds,
+            **{"kind": "epoch", "epoch": epoch + 1, "step": self.step, "seconds": self.seconds},
             **{f"train_{name}": train[name] for name in ("loss", metric.name)},
             **{f"test_{name}": test[name] for name in ("loss", metric.name)},
             **{name: train[name] for name in told},
@@ -461,7 +450,7 @@ class Trainer:
         timer = self.config.checkpoint_seconds
         late = time.monotonic() - self.saved_at >= min(max(10.0, timer / 6), timer)
         stop = self.process.any(self.stop.caught is not None)
-        # After the first one always: of a short run that is killed, something is left.
+        # Always after the first epoch, so that a short run that is killed leaves a checkpoint.
         if self.step == self.total or stop or epoch == 0 or self.process.any(late):
             self.save()
         if stop and self.step < self.total:
@@ -469,12 +458,12 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Means over the test set, by the averaged weights where there are any."""
+        """Means over the test set, with the averaged weights if there are any."""
         model = self.evaluated
         torch.clear_autocast_cache()
         model.eval()
-        # Adapted, not with more steps than it is trained with: an f that is not an equilibrium
-        # within them is another function with more.
+        # With the steps of training: more of them would compute another function wherever those
+        # do not reach the equilibrium.
         self.set_phase(self.step - 1)
         deq = _deq_of(model, self.task)
         deq.solver, deq.gradient = self.deq.solver, self.deq.gradient
@@ -489,18 +478,18 @@ class Trainer:
                 with eager():  # one batch of another size is not worth a compilation
                     self._test(*batch)
         found = self.test_sums.read(self.process)
-        backward = {name for name, _ in self.test_sums.BACKWARD}  # there was no such pass
+        backward = {name for name, _ in self.test_sums.BACKWARD}  # a test has no backward pass
         return {name: value for name, value in found.items() if name not in backward}
 
     def _test(self, x: Tensor, *targets: Tensor) -> None:
-        torch.clear_autocast_cache()  # or a recording would keep what the first batches left there
+        torch.clear_autocast_cache()  # else a recording would keep stale copies
         output = self.evaluated(x)
         loss = self.task.losses(output, *targets).mean()
         self._add(self.test_sums, loss, output, targets, _deq_of(self.evaluated, self.task))
         self.task.advance(self.evaluated)
 
     def _finish(self) -> dict[str, Any]:
-        if not self.process.first:  # the files are the first one's
+        if not self.process.first:  # only the first process writes files
             return {}
         told = self.story.summary(self.config, self.process, self.task.metric) | {
             "train_seconds": self.seconds,
@@ -518,15 +507,15 @@ class Trainer:
 
 
 def measures(config: Config, step: int, least: int = 1) -> bool:
-    """Whether the residual of w is measured at this step: one of so many, of ``least`` at least."""
+    """Whether this step measures the residual of w: one in ``measure_every``, or in ``least``."""
     every = max(config.measure_every, least)
-    # Not always at the steps that have a penalty: one step later each time.
+    # One step later each time, or it would always meet the steps that have a penalty.
     return (step - step // every) % every == 0
 
 
 @contextlib.contextmanager
 def deq_inputs(model: nn.Module, task: Task[Any]) -> Iterator[list[tuple[Any, ...]]]:
-    """What the model's DEQ is called with while this is open."""
+    """Collect the inputs that the model's DEQ is called with."""
     seen: list[tuple[Any, ...]] = []
     injector = task.injector(model)
     if injector is None:
@@ -548,12 +537,12 @@ def _deq_of(model: nn.Module, task: Task[Any]) -> DEQ:
             f"the model of {task.name} must have its equilibrium layer, a gdeq.DEQ, as the "
             "attribute deq"
         )
-    found.eval_solver = None  # the run's settings say how it is solved, in a test too
+    found.eval_solver = None  # tests use the solver of the run's settings, too
     return found
 
 
 def _test_batch(samples: int, training: int, processes: int) -> int:
-    """At least 256, or as large as in training; if one near that leaves no rest, that one."""
+    """At least 256 and the training's batch size; if possible a divisor of the test set."""
     least = -(-max(256, training) // processes) * processes
     whole = [size for size in range(least, 2 * least + 1, processes) if samples % size == 0]
     return whole[0] if whole else least

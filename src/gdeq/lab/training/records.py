@@ -1,4 +1,4 @@
-"""What a run tells: a line of metrics.jsonl and a point in TensorBoard; at the end a summary."""
+"""The records of a run: metrics.jsonl and TensorBoard on the way, a summary at the end."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gdeq.lab.training.settings import Config
 
 
 class Recorder:
-    """Of the first process.
+    """Writes records, in the first process alone.
 
-    step: where the run stands; what TensorBoard was told after it is forgotten.
+    step: where the run stands.  TensorBoard drops what it has from later steps.
     """
 
     def __init__(self, run: RunFolder, step: int) -> None:
@@ -38,17 +38,17 @@ class Recorder:
 
 
 def unrolled_steps(record: dict[str, Any], config: Config) -> bool:
-    """Whether pre-training had a part in what a log line tells."""
+    """Whether a log line covers steps of the pre-training."""
     first = record["step"] - record["samples"] / config.batch_size
     return bool(first < config.pretrain_steps)
 
 
 class Story:
-    """What the summary tells of a run on the way; part of its checkpoints."""
+    """What the summary needs to know of the run so far.  Checkpoints hold it."""
 
     def __init__(self) -> None:
         self.last: dict[str, Any] = {}  # the record of the last epoch
-        # Of the log lines; those of pre-training while there are no others.
+        # Milliseconds per step of each log line; those of pre-training only until others come.
         self.ms: list[float] = []
         self.unrolled = True
 
@@ -69,13 +69,13 @@ class Story:
         self.last, self.ms, self.unrolled = state["last"], state["ms"], state["unrolled"]
 
     def ms_per_step(self, config: Config) -> float:
-        """The middle one of the log lines; of an adaptive run, whose steps differ, the mean."""
+        """The median of the log lines; the overall mean in an adaptive run, whose steps differ."""
         if self.ms and not config.adapt.enabled:
             return statistics.median_high(self.ms)
         return 1e3 * self.last["seconds"] / self.last["step"]
 
     def summary(self, config: Config, process: Process, metric: Metric) -> dict[str, Any]:
-        """Of a run that has reached its last epoch."""
+        """The summary of a run that has reached its last epoch."""
         return {
             f"test_{metric.name}": self.last[f"test_{metric.name}"],
             "metric": asdict(metric),

@@ -22,7 +22,7 @@ from gdeq.lab.training.config import Config, ConfigError
 from gdeq.lab.training.folder import RunError, RunFolder, device_name, read_metrics
 from gdeq.lab.training.loop import Trainer
 from gdeq.lab.training.precision import precision
-from gdeq.lab.training.similarity import methods_for, similarity, solver_for
+from gdeq.lab.training.similarity import METHODS, similarity, solver_for
 from gdeq.lab.training.stopping import TrainingError
 from gdeq.options import count
 
@@ -34,7 +34,7 @@ DEEDS = {MISSING: "train into", HALF: "go on with", FINISHED: "keep"}
 
 @contextlib.contextmanager
 def joined(config: Config, path: Path) -> Iterator[process.Process]:
-    """The group of processes while a run lasts; that one of them is lost is told in a sentence."""
+    """Join the group of processes for a run; a lost process becomes a `TrainingError`."""
     me = process.start(config.device, timeout=config.timeout_seconds)
     try:
         yield me
@@ -55,8 +55,7 @@ def train(
 ) -> dict[str, Any]:
     """A new run in a new folder; returns its summary.
 
-    manner: ``dry_run`` (say what would be done, and do nothing) or options of `Trainer.fit`, for
-        all three.
+    manner: ``dry_run=True`` only says what would be done; the rest are options of `Trainer.fit`.
     """
     with joined(config, path) as me:
         return _begin(me, path, config, root, tell, **manner)
@@ -75,7 +74,7 @@ def resume(
     """
     run, config = reopen(path, overrides)
     summary = run.finished(config.epochs)
-    if summary is not None:  # also where its device is not
+    if summary is not None:  # even if its device does not exist here
         tell(_finished(run, summary, config))
         return summary
     with joined(config, path) as me:
@@ -162,7 +161,7 @@ def _continue(
             run.cut(0 if state is None else state["metrics_size"], view.say)
             run.restore_config(before, view.say)
             if config != before:
-                if state is not None:  # the next resume goes on with the same
+                if state is not None:  # so that the next resume keeps the change
                     run.save(state, config)
                 run.write_config(config)
         me.wait()
@@ -190,7 +189,7 @@ def reopen(path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, C
     run = RunFolder.open(path)
     before = run.config()
     config = configs.change(before, overrides or [])
-    for key in before.fixed:  # what the saved state depends on
+    for key in before.fixed:  # the saved state depends on these
         get = attrgetter(key)
         if get(before) != get(config):
             raise RunError(
@@ -205,7 +204,7 @@ def _anew(path: Path) -> str:
 
 
 def as_trained(config: Config, choice: dict[str, Any] | None) -> Config:
-    """Where it was adapted, with what was in use at last in place of the adapting."""
+    """The settings that an adaptive run ended with, as fixed settings."""
     if not config.adapt.enabled or choice is None:
         return config
     used = {"gradient__refine": choice["refine"], "solver__max_iter": choice["max_iter"]}
@@ -242,7 +241,7 @@ def trained(
         config = as_trained(configs.from_dict(about["config"]), about["choice"])
         if steps is not None:
             config = configs.replace(config, solver__max_iter=steps)
-        # What is in the file was averaged already.
+        # The weights in the file are averaged already.
         trainer = Trainer(configs.replace(config, ema=0.0), run, alone, silent, root)
         checkpoint.load_weights(trainer.model, tensors)
     except (LookupError, TypeError, ValueError, RuntimeError) as problem:
@@ -287,7 +286,7 @@ def measure_similarity(
     """
     check_exact_tol(exact_tol)
     run = RunFolder.open(path)
-    if not os.access(path, os.W_OK):  # told before minutes of work
+    if not os.access(path, os.W_OK):  # say so before minutes of work
         raise RunError(f"{path} may not be written to, and its similarity is kept there: copy it")
     found = snapshots(path)
     if not found:
@@ -300,8 +299,8 @@ def measure_similarity(
         raise RunError(f"no snapshot of epoch {missing[0]}; there are {sorted(found)}")
     for epoch in chosen:
         trainer = trained(path, root, device, epoch)
-        own, methods = trainer.config.solver.build(), methods_for(trainer.config)
-        solvers = {name: solver_for(method, own) for name, method in methods.items()}
+        own = trainer.config.solver.build()
+        solvers = {name: solver_for(method, own) for name, method in METHODS.items()}
         replaced = [name for name, solver in solvers.items() if solver != own]
         if replaced and epoch == chosen[0]:
             tell(
@@ -316,7 +315,7 @@ def measure_similarity(
             )
         source = trainer.task.train_batches(batch_size, plain=True)
         records = []
-        for record in similarity(trainer, source, own, batches, epoch, exact_tol, methods):
+        for record in similarity(trainer, source, own, batches, epoch, exact_tol):
             records.append(record)
             yield record
         _keep_similarity(run, epoch, records, tell)
@@ -384,7 +383,7 @@ def default_pretraining(config: Config, root: Path | None) -> int:
 
 def _table(folder: Path, config: Config, pretrain_steps: int, seeds: int) -> dict[Path, Config]:
     """The runs of a comparison, in the order in which they are made."""
-    paper = {"jfb": {"gradient__refine": 0}}  # the settings are GDEQ's
+    paper = {"jfb": {"gradient__refine": 0}}  # the configured refinement is GDEQ's
     return {
         folder / f"{name}{'-pretrained' if steps else ''}-seed{seed}": configs.replace(
             config, gradient__name=name, pretrain_steps=steps, seed=seed, **paper.get(name, {})
@@ -396,7 +395,7 @@ def _table(folder: Path, config: Config, pretrain_steps: int, seeds: int) -> dic
 
 
 def _state(path: Path, wanted: Config) -> str:
-    """How far the run is that this configuration asks for."""
+    """How far this run is: `MISSING`, `HALF` or `FINISHED`."""
     if not RunFolder(path).begun:
         RunFolder(path).check_free()
         return MISSING

@@ -112,9 +112,8 @@ def similarity(
     count: int,
     epoch: int,
     exact_tol: float,
-    methods: dict[str, Gradient],
 ) -> Iterator[dict[str, Any]]:
-    """One record for each method and mini-batch.
+    """One record for each of `METHODS` and mini-batch.
 
     Each method's gradient with the run's solver, of the task's plain loss, is compared with the
     exact one at the equilibrium, solved as tightly as float32 allows.  Only parameters at and
@@ -130,17 +129,9 @@ def similarity(
     for index, batch in itertools.islice(batches.epoch(epoch), count):
         # Closed before a record is handed out: the caller's arithmetic is not ours to change.
         with precision(FULL, batch[0].device):
-            records = list(compare(Problem(trainer, batch), solver, exact_tol, methods))
+            records = list(compare(Problem(trainer, batch), solver, exact_tol, METHODS))
         for record in records:
             yield {"epoch": epoch, "batch": index, **record}
-
-
-def methods_for(config: Config) -> dict[str, Gradient]:
-    """`METHODS`, and the run's own where it is another one with a tolerance."""
-    own = config.gradient.build()
-    if isinstance(own, GDEQ) and own.tolerance is not None:
-        return {**METHODS, f"GDEQ tolerance {own.tolerance}": own}
-    return METHODS
 
 
 def compare(

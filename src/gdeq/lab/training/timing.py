@@ -1,4 +1,4 @@
-"""Step times taken in turns, so that what else the machine does falls on all methods alike."""
+"""Step times measured in turns, so that other load on the machine slows all methods alike."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def time_runs(
 ) -> None:
     """A few more steps of each finished run, in turns, from its final weights: `timing.json`."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return  # a step of one process is not the step of several
+        return  # one process alone would time another step
     tell(f"timing {len(paths)} methods in turns")
     with contextlib.ExitStack() as opened:
         trainers = {str(path): runs.trained(path, root) for path in paths}
