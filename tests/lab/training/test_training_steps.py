@@ -391,7 +391,7 @@ def test_summary(tmp_path, few_images):
     assert epochs[0]["train_loss"] == pytest.approx(sum(losses[:PER_EPOCH]) / PER_EPOCH)
 
 
-def test_milliseconds_are_those_after_pretraining():
+def test_milliseconds_are_those_after_pretraining(tmp_path):
     config = configs.load("digits", [*TINY, "batch_size=4", "pretrain_steps=5"])
 
     def line(step, steps, ms):
@@ -402,12 +402,11 @@ def test_milliseconds_are_those_after_pretraining():
     epoch = {"kind": "epoch", "step": 11, "seconds": 0.033}
 
     def middle(lines):
-        story = records.Story()
+        found, resumed = (records.Records(RunFolder(tmp_path), config) for _ in range(2))
         for one in lines:
-            story.note(one, config)
-        resumed = records.Story()
-        resumed.restore(story.state())
-        return resumed.ms_per_step(config)
+            found.add(one)
+        resumed.restore(found.state())
+        return resumed.ms_per_step()
 
     assert middle([*unrolled, epoch, *solved]) == 8.0
     assert middle(unrolled) == 1.0  # there is nothing else

@@ -7,6 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from gdeq.lab.training import optimization as optim
 from gdeq.lab.training.adapting import Controller, beginning, exhausted
 from gdeq.lab.training.config import Config, ConfigError, to_dict
 from gdeq.lab.training.convergence import ConvergenceWatch
-from gdeq.lab.training.folder import RunError, RunFolder
+from gdeq.lab.training.folder import RunError, RunFolder, device_name
 from gdeq.lab.training.metrics import Sums
 from gdeq.lab.training.precision import caution, precision
 from gdeq.lab.training.process import Process
 from gdeq.lab.training.progress import Silent
 from gdeq.lab.training.recordings import Recordings
-from gdeq.lab.training.records import Recorder, Story, unrolled_steps
+from gdeq.lab.training.records import Records
 from gdeq.lab.training.stopping import (
     DivergedError,
     Interrupted,
@@ -88,8 +89,7 @@ class Trainer:
         self.stop = StopRequest(patience=20.0 if process.world_size > 1 else 2.0)
         self.proceed = ""  # the command that continues after a stop
         self.convergence = ConvergenceWatch(config)
-        self.recorder: Recorder | None = None  # only in the first process, while it trains
-        self.story = Story()
+        self.records = Records(run, config)
 
     def _batches(self) -> tuple[Any, Any]:
         """The batches of the training set and of the test set."""
@@ -123,7 +123,7 @@ class Trainer:
             "averaged": self.average.state_dict() if self.average else None,
             "optimizer": self.optimizer.state_dict(),
             "adapt": self.controller.state() if self.controller else None,
-            "story": self.story.state(),
+            "records": self.records.state(),
             **self.process.random_state(),
             "metrics_size": self.run.size(),
         }
@@ -152,7 +152,7 @@ class Trainer:
         checkpoint.load_weights(self.model, state["model"])
         if self.average is not None:
             checkpoint.load_weights(self.average, state["averaged"])
-        self.story.restore(state["story"])
+        self.records.restore(state["records"])
         optim.restore_moments(self.optimizer, state["optimizer"])
         if self.controller is not None and state["adapt"] is not None:
             self.controller.restore(state["adapt"], self.step / self.total)
@@ -206,8 +206,7 @@ class Trainer:
             raise unwritten(problem, path) from problem
         finally:
             self.progress.end()
-            if self.recorder is not None:
-                self.recorder.close()
+            self.records.close()
             # DistributedDataParallel must not outlive the process group.  Its destructor holds
             # Python's lock and waits for a thread of the group, which waits for that lock.
             self.wrapped = self.model
@@ -221,7 +220,7 @@ class Trainer:
     def _fit(self) -> dict[str, Any]:
         config, device = self.config, self.process.device
         if self.process.first:
-            self.recorder = Recorder(self.run, self.step)
+            self.records.open(self.step)
         title = f"{self.task.title_of(config)} {config.gradient.name}"
         self.progress.begin(title, self.total, self.step, self.task.metric)
         for text in self.notes():
@@ -307,7 +306,7 @@ class Trainer:
             record = {"kind": "adapt", "step": self.step, "epoch": epoch + 1}
             judged = zip(measured, self.controller.above, strict=True)
             why = {"above_target": [name for name, high in judged if high]}  # none: room to spare
-            self._write({**record, **choice.figures(), **measured, **why})
+            self.records.add({**record, **choice.figures(), **measured, **why})
         if any(self.controller.exhausted) and epoch != self.told:
             self.told = epoch
             for text in exhausted(self.step, self.controller.exhausted, residual, error):
@@ -414,16 +413,11 @@ class Trainer:
         self.progress.step(self.step, figures)
         record = {"kind": "step", "step": self.step, "epoch": epoch + 1, **figures}
         record["lr"] = optim.learning_rate(self.config, self.step - 1, self.total)
-        self._write(record)
-        if not unrolled_steps(record, self.config):
+        self.records.add(record)
+        if not self.records.has_unrolled(record):
             target = self.controller.forward.target if self.controller else None
             for text in self.convergence.warnings(epoch, self.step, figures["residual"], target):
                 self.progress.say(text)
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self.story.note(record, self.config)
-        if self.recorder is not None:
-            self.recorder.write(record)
 
     def _end_of_epoch(self, epoch: int) -> None:
         train = self.sums.read(self.process)
@@ -439,7 +433,7 @@ class Trainer:
             **{name: train[name] for name in told},
             **self._in_use(),
         }
-        self._write(record)
+        self.records.add(record)
         if tested:
             self.progress.say(
                 f"epoch {epoch + 1}/{self.config.epochs}: test {metric.text(test[metric.name])}, "
@@ -491,15 +485,28 @@ class Trainer:
     def _finish(self) -> dict[str, Any]:
         if not self.process.first:  # only the first process writes files
             return {}
-        told = self.story.summary(self.config, self.process, self.task.metric) | {
+        config, metric, last = self.config, self.task.metric, self.records.last
+        summary = {
+            metric.key: last[metric.key],
+            "metric": asdict(metric),
+            "task": config.task,
+            "epochs": config.epochs,
+            "gradient": config.gradient.name,
+            "pretrain": config.pretrain_steps > 0,
+            "adaptive": config.adapt.enabled,
+            "seed": config.seed,
+            "ms_per_step": self.records.ms_per_step(),
+            "device": device_name(self.process.device),
+            "steps": last["step"],
+            "processes": self.process.world_size,
             "train_seconds": self.seconds,
             "recording_seconds": self.recordings.seconds,  # compiling too; not in train_seconds
             "parameters": sum(p.numel() for p in self.model.parameters()),
             "test_samples": len(self.task.data.test[0]),
         }
         self._write_weights("weights.safetensors")
-        self.run.write("summary.json", json.dumps(told, indent=1))
-        return told
+        self.run.write("summary.json", json.dumps(summary, indent=1))
+        return summary
 
     def _write_weights(self, name: str) -> None:
         about = {"config": to_dict(self.config), "choice": self._in_use() or None}
