@@ -12,7 +12,7 @@ from gdeq.lab.training.settings import Config
 
 
 class Records:
-    """Every process keeps what the summary needs, in checkpoints too; the first one writes files."""
+    """Every process keeps what the summary needs; the first one also writes files."""
 
     def __init__(self, run: RunFolder, config: Config) -> None:
         self.run, self.config = run, config
