@@ -58,6 +58,7 @@ def test_evaluate_finds_what_the_summary_says(gdeq, tmp_path, settings):
     assert found["accuracy"] == summary["test_accuracy"] == last["test_accuracy"]
     assert found["loss"] == last["test_loss"]
     assert found["samples"] == training_runs.TEST_IMAGES
+    assert (found["solver_steps"] <= 3) == (settings is RICH)  # else the layers of pre-training
     said = gdeq.ok("evaluate", run)
     assert f"test accuracy {summary['test_accuracy']:.2f} %" in said
     assert f"{training_runs.TEST_IMAGES} images" in said
