@@ -12,13 +12,12 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.console import Console
 from rich.markup import escape
 
@@ -60,17 +59,15 @@ Settings = Annotated[
         show_default=False,
     ),
 ]
-KEYS = ["Settings and their defaults, which a preset may change:", ""]
-KEYS += configs.help_lines(registry.TASKS["images"].settings)
-KEYS += [
-    "",
-    "Language models (chars, ptb, ...) have these in place of data, model and augment:",
-    "",
-]
-KEYS += [line for line in configs.help_lines(registry.TASKS["bytes"].settings) if line not in KEYS]
-for other in ("sudoku", "imaging"):
-    lines = configs.help_lines(registry.TASKS[other].settings)
-    KEYS += ["", f"{other} has these instead:", "", *(line for line in lines if line not in KEYS)]
+KEYS: list[str] = []
+for _task, _title in {
+    "images": "Settings and their defaults, which a preset may change:",
+    "bytes": "Language models (chars, ptb, ...) have these in place of data, model and augment:",
+    "sudoku": "sudoku has these instead:",
+    "imaging": "imaging has these instead:",
+}.items():
+    _own = [line for line in configs.help_lines(registry.TASKS[_task].settings) if line not in KEYS]
+    KEYS += [_title, "", *_own, ""]
 Root = Annotated[
     Path | None,
     typer.Option("--data", help="Folder of the data sets (default: $GDEQ_DATA, else ./data)."),
@@ -86,29 +83,23 @@ ExactTol = Annotated[
         "that do not reach it are left out."
     ),
 ]
-ROUGH = 1e-2  # above this, an --exact-tol deserves a word
+ROUGH = 1e-2  # above this, --exact-tol gives a warning
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, then exit.")]
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Show the version.")] = False,
+) -> None:
+    """Options of `gdeq` itself."""
+    if version:
         typer.echo(f"gdeq {__version__}")
         raise typer.Exit
 
 
-@app.callback()
-def options(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=show_version, is_eager=True, help="Show the version."),
-    ] = False,
-) -> None:
-    """Of `gdeq` itself, before any command."""
-
-
 def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """What a user can mend is told in a sentence, not in a traceback."""
+    """Print errors that the user can mend as a sentence, not as a traceback."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -127,13 +118,13 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
             typer.secho(files.shown(told[0]), err=True)
             raise typer.Exit(128 + told[1]) from stop
 
-    # One line a paragraph: the terminal knows best where to wrap it.
+    # One line per paragraph, which the terminal wraps.
     run.__doc__ = re.sub(r"(?<=\S)\n *(?=\S)", " ", command.__doc__ or "")
     return run
 
 
 def tell(text: str) -> None:
-    """On one line each, without what could steer the terminal."""
+    """Print text without control characters and without wrapping."""
     console.print(files.shown(text))
 
 
@@ -173,37 +164,29 @@ def train(
     if resume is not None and str(resume) != "auto":
         if out is not None:
             raise configs.ConfigError("--resume continues in the run's own folder: leave --out out")
-        if source is not None and (source in PRESETS or is_file(source)):
+        if source in PRESETS or re.fullmatch(r"[^=]*\.(yaml|yml|py)", source or ""):
             raise configs.ConfigError(
                 f"--resume takes no preset and no file, since it uses the run's own configuration: "
                 f"leave {source} out (settings such as epochs=5 may follow)"
             )
         # With --resume the first argument, if there is one, is a setting.
         overrides = [*([] if source is None else [source]), *(settings or [])]
-        if dry_run:
-            begun, config = runs.reopen(resume, overrides)
-            describe(config, runs.forecast_resume(begun, config, data))
-            return
-        show(runs.resume(resume, data, overrides, tell), resume)
-        return
-    config = chosen(source, settings)
-    if resume is not None and out is None:
-        raise configs.ConfigError("--resume auto needs --out DIR, the run to start or continue")
-    if resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-        raise configs.ConfigError(
-            "torchrun restarted this command, which would start a second run: add --out DIR "
-            "--resume auto, and it continues the first one"
-        )
-    path = out or Path("runs") / default_name(config)
-    if dry_run:
-        describe(config, runs.forecast_train(path, config, data, resume is not None))
-        return
-    show(
-        runs.train_or_resume(path, config, data, tell)
-        if resume
-        else runs.train(path, config, data),
-        path,
-    )
+        path, summary = resume, runs.resume(resume, data, overrides, tell, dry_run=dry_run)
+    else:
+        config = chosen(source, settings)
+        if resume is not None and out is None:
+            raise configs.ConfigError("--resume auto needs --out DIR, the run to start or continue")
+        if resume is None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+            raise configs.ConfigError(
+                "torchrun restarted this command, which would start a second run: add --out DIR "
+                "--resume auto, and it continues the first one"
+            )
+        path = out or Path("runs") / default_name(config)
+        make = runs.train_or_resume if resume else runs.train
+        summary = make(path, config, data, tell, dry_run=dry_run)
+    if summary and not dry_run:  # the first process alone has one
+        tell(json.dumps(summary, indent=1))
+        tell(f"run folder: {path}   (gdeq report {path})")
 
 
 @app.command()
@@ -230,8 +213,7 @@ def evaluate(
     from gdeq.lab.training.folder import RunFolder
 
     task = registry.find(RunFolder.open(run).config().task)
-    numbers: Sequence[int | None] = steps or [None]
-    for number in numbers:
+    for number in steps or (None,):
         found = runs.evaluate(run, data, device, number)
         told = "" if number is None else f" with {count(number, 'solver step')}"
         tell(
@@ -313,10 +295,9 @@ def compare(
     pretrain = 0
     if pretraining:
         pretrain = config.pretrain_steps or runs.default_pretraining(config, data)
+    paths = runs.compare(place, config, pretrain, seeds, data, tell, dry_run)
     if dry_run:
-        describe(config, runs.forecast_compare(place, config, pretrain, seeds, data))
         return
-    paths = runs.compare(place, config, pretrain, seeds, data, tell)
     timing.time_runs(paths[: len(runs.GRADIENTS)], data, tell)
     page = reports.write(paths, place)
     typer.echo(reports.table(paths))
@@ -347,44 +328,35 @@ def similarity(
     from gdeq.lab.report.similarity import Similarity
     from gdeq.lab.training import runs
 
-    found: dict[int, list[dict[str, Any]]] = {}
-    measured = runs.measure_similarity(
-        run, epochs, batches, batch_size, data, device, exact_tol, tell
-    )
+    found: list[dict[str, Any]] = []
     began = time.monotonic()
-    for record in measured:
-        records = found.setdefault(record["epoch"], [])
-        if not records or records[-1]["batch"] != record["batch"]:  # minutes, on a CPU
-            told = f"epoch {record['epoch']}: mini-batch {record['batch'] + 1} of {batches}"
-            tell(f"{told} is solved, {time.monotonic() - began:.0f} s")
-        records.append(record)
+    for record in runs.measure_similarity(
+        run, epochs, batches, batch_size, data, device, exact_tol, tell
+    ):
+        mini = f"epoch {record['epoch']}: mini-batch {record['batch'] + 1} of {batches}"
+        if record["method"] == "Implicit":  # the first record of each mini-batch
+            tell(f"{mini} is solved, {time.monotonic() - began:.0f} s")
+        found.append(record)
     if exact_tol > ROUGH:
         tell(f"warning: with --exact-tol {exact_tol:g} the exact gradient is a rough estimate")
-    every = [record for records in found.values() for record in records]
-    table = Similarity(read_run(run), "", every).table
+    table = Similarity(read_run(run), "", found).table
     if table.rows:
         typer.echo(table.text())
-    for epoch, records in found.items():
-        for text in left_out(epoch, records, exact_tol):
-            tell(text)
-    if not any(record["solved"] for record in every):
-        raise typer.Exit(1)
-    tell(f"saved in {run / 'similarity.jsonl'}")
-
-
-def left_out(epoch: int, records: list[dict[str, Any]], exact_tol: float) -> Iterator[str]:
-    """A warning where samples of this epoch have no exact gradient."""
-    mini = {record["batch"]: record for record in records}.values()
-    samples, left = sum(r["samples"] for r in mini), sum(r["solved"] for r in mini)
-    if left < samples:
+    for epoch in dict.fromkeys(record["epoch"] for record in found):
+        first = [r for r in found if r["epoch"] == epoch and r["method"] == "Implicit"]
+        samples, left = sum(r["samples"] for r in first), sum(r["solved"] for r in first)
         rest = "The cosines above are those of the others, which are easier"
         if not left:
             rest = "None is left: raise --exact-tol (float32 reaches about 1e-6)"
-        yield (
-            f"warning: at epoch {epoch} {samples - left} of {samples} samples are left out: no "
-            f"equilibrium, or no exact gradient at it, was found to {exact_tol:.1e} "
-            f"(--exact-tol).  {rest}"
-        )
+        if left < samples:
+            tell(
+                f"warning: at epoch {epoch} {samples - left} of {samples} samples are left out: no "
+                f"equilibrium, or no exact gradient at it, was found to {exact_tol:.1e} "
+                f"(--exact-tol).  {rest}"
+            )
+    if not any(record["solved"] for record in found):
+        raise typer.Exit(1)
+    tell(f"saved in {run / 'similarity.jsonl'}")
 
 
 @app.command()
@@ -461,7 +433,7 @@ def bench(
     GPU: a transformer block, a residual convolution block or an MLP.
     """
     from gdeq.lab import bench as benches
-    from gdeq.lab.training import runs
+    from gdeq.lab.training import process
 
     if cell not in benches.CELLS:
         raise benches.BenchError(f"--cell must be one of {', '.join(benches.CELLS)}, got {cell!r}")
@@ -472,7 +444,7 @@ def bench(
     names = {"precision": wanted.precision, "model": {"size": wanted.size}}
     configs.from_dict(names)  # an error for one that does not exist
     chosen_peers = benches.read_peers(peers, wanted)
-    runs.start_on(wanted.device, "--device ")
+    process.start(wanted.device, "--device ")
     benches.run(wanted, peers=chosen_peers, out=out, tell=typer.echo)
 
 
@@ -575,7 +547,7 @@ def get_data(
 
 
 def chosen(source: str | None, settings: list[str] | None, gradients: Sequence[str] = ()) -> Config:
-    """What the arguments say; who leaves the preset out begins with a setting."""
+    """The configuration that the arguments ask for.  Without a preset, the first is a setting."""
     if source is None or "=" in source:  # gdeq train epochs=3
         first = [] if source is None else [source]
         return configs.load("digits", [*first, *(settings or [])], gradients)
@@ -583,30 +555,10 @@ def chosen(source: str | None, settings: list[str] | None, gradients: Sequence[s
 
 
 def default_name(config: Config) -> str:
-    parts = [title_of(config), config.gradient.name]
-    if config.adapt.enabled:
-        parts.append("adaptive")
-    if config.pretrain_steps:
-        parts.append("pretrained")
-    return "-".join([*parts, f"seed{config.seed}", time.strftime("%Y%m%d-%H%M%S")])
+    adaptive, pretrained = config.adapt.enabled, config.pretrain_steps > 0
+    kind = f"{config.gradient.name}{'-adaptive' * adaptive}{'-pretrained' * pretrained}"
+    return f"{title_of(config)}-{kind}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def title_of(config: Config) -> str:
     return registry.find(config.task).title_of(config).replace(" ", "-")
-
-
-def is_file(source: str) -> bool:
-    return Path(source).suffix in (".yaml", ".yml", ".py") and "=" not in source
-
-
-def describe(config: Config, lines: list[str]) -> None:
-    tell(yaml.safe_dump(configs.to_dict(config), sort_keys=False))
-    for line in lines:
-        tell(line)
-
-
-def show(summary: dict[str, Any], path: Path) -> None:
-    if not summary:  # not the first process
-        return
-    tell(json.dumps(summary, indent=1))
-    tell(f"run folder: {path}   (gdeq report {path})")

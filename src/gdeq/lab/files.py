@@ -31,7 +31,7 @@ class FileError(LabError):
 
 
 def write(place: Path, data: bytes | memoryview | str) -> None:
-    """The file is whole or as it was before."""
+    """Write a file: afterwards it is whole, or as it was before."""
     part = place.with_name(place.name + ".part")
     try:
         part.unlink(missing_ok=True)  # of a process that was killed here
@@ -48,7 +48,7 @@ def write(place: Path, data: bytes | memoryview | str) -> None:
 
 
 def append(place: Path, text: str) -> None:
-    """To the end of a file, without waiting for the disk."""
+    """Write to the end of a file, without waiting for the disk."""
     with os.fdopen(open_file(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
         file.write(text.encode())
 
@@ -70,7 +70,7 @@ def cut(place: Path, size: int) -> bytes:
 
 
 def subfolder(root: Path, name: str) -> Path:
-    """Make it; ``root`` itself must be there, and the folder no way out of it."""
+    """Make a folder in ``root``, which must exist; a symbolic link is refused."""
     place = root / name
     if place.is_symlink():
         raise _linked(place)
@@ -123,7 +123,7 @@ def read(place: Path, limit: int) -> bytes:
 
 
 def json_object(text: bytes | str) -> dict[str, Any] | None:
-    """None where it is none, or damaged."""
+    """The object in a JSON text; None if there is none."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -158,7 +158,7 @@ _Plain.add_constructor("tag:yaml.org,2002:int", _Plain.whole_number)
 
 
 def load_yaml(text: str | bytes) -> Any:
-    """Plain data; raises `FileError` for everything that is none."""
+    """Plain data; raises `FileError` for anything else."""
     if len(text) > TEXT:
         raise FileError(f"is longer than {TEXT:,} bytes")
     try:
@@ -169,7 +169,7 @@ def load_yaml(text: str | bytes) -> Any:
 
 
 def shown(text: str) -> str:
-    """For a terminal: without control characters, and with what has no letter written out."""
+    """Text for a terminal: control characters and lone surrogates are written out."""
     safe = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
     return safe.encode(errors="backslashreplace").decode()
 

@@ -35,11 +35,9 @@ def test_refuses_what_there_is_not(gdeq, tmp_path):
         said = gdeq.refused("bench", "--peers", peers)
         assert "is no precision; write some of float32,tf32,bf16 with commas" in said
     (tmp_path / "file").write_text("")
-    few = ("--batch", "2", "--forward", "1", "--backward", "1", "--rounds", "1")
-    said = gdeq.refused("bench", *few, "--out", tmp_path / "file")
-    assert said == f"error: --out {tmp_path / 'file'} is a file, not a folder: choose another\n"
-    said = gdeq.refused("bench", *few, "--out", tmp_path / "file" / "inner")
-    assert f"error: cannot make the folder {tmp_path / 'file' / 'inner'}: Not a directory" in said
+    for place, problem in (("file", "File exists"), ("file/inner", "Not a directory")):
+        said = gdeq.refused("bench", *FEW, "--out", tmp_path / place)
+        assert said == f"error: {tmp_path / place}: {problem}\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -76,7 +74,7 @@ def test_peers():
 )
 def test_warns_of_bf16_on_a_cpu_before_it_begins(monkeypatch, precision, peers, named):
     said = []
-    monkeypatch.setattr(table, "_run", lambda *args: said.append("begun") or {})
+    monkeypatch.setattr(table, "_measure", lambda *args: said.append("begun"))
     setup = benches.Setup(precision=precision, device="cpu")
     benches.run(setup, peers=peers, tell=said.append)
     assert said.pop() == "begun"
@@ -101,7 +99,7 @@ def test_cells_of_plain_modules(gdeq, tmp_path, cell):
     assert found["setup"]["cell"] == cell
     names = {row["name"] for row in found["rows"]}
     assert {"gdeq: gdeq", "gdeq: implicit", "torchdeq: implicit, float32"} <= names
-    assert said.startswith(f"{cell} cell, width ")
+    assert said.startswith(f"{cell} cell, batch ")
     mine = next(row["ms"] for row in found["rows"] if row["name"] == "gdeq: gdeq")
     ratio = mine / (6 * found["cell"]["f"])
     told = f"GDEQ step {mine:.2f} ms, f {found['cell']['f']:.3f} ms, "

@@ -1,8 +1,8 @@
 import pytest
 import training_runs
-from training_fixtures import few_images, gdeq, zygote
+from training_fixtures import few_images, gdeq, trainer, zygote
 
-__all__ = ["few_images", "gdeq", "reference", "zygote"]
+__all__ = ["few_images", "gdeq", "reference", "trainer", "zygote"]
 
 
 @pytest.fixture(scope="session")

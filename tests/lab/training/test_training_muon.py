@@ -6,13 +6,12 @@ import math
 import pytest
 import torch
 from torch import nn
-from training_runs import RICH, TINY, assert_same_run, checkpoints
+from training_runs import RICH, assert_resumed
 
 from gdeq.fast.graphs import capture
 from gdeq.holding import weight_norm
 from gdeq.lab.training import config as configs
-from gdeq.lab.training import loop, muon, optimization, process, progress, runs
-from gdeq.lab.training.folder import RunFolder
+from gdeq.lab.training import muon, optimization, process, runs
 from gdeq.models.mdeq import mdeq
 
 CPU = process.Process(torch.device("cpu"))
@@ -168,9 +167,8 @@ def test_stacks_hold_all_and_each_once():
     )
 
 
-def test_rates_of_the_two_parts(tmp_path, few_images):
-    config = configs.load("digits", [*TINY, *MUON, "optimizer.adam_lr=0.004"])
-    made = loop.Trainer(config, RunFolder(tmp_path), CPU, progress.Silent(), None)
+def test_rates_of_the_two_parts(trainer):
+    made = trainer(*MUON, "optimizer.adam_lr=0.004")
     assert isinstance(made.optimizer, muon.Muon)
     optimization.set_rate(made.optimizer, 0.01)
     assert [g["lr"] for g in made.optimizer.param_groups] == [0.01, 0.002, 0.002]
@@ -192,27 +190,8 @@ def test_rates_of_the_two_parts(tmp_path, few_images):
 
 def test_resumed_bit_for_bit(tmp_path, few_images):
     settings = [*RICH, *MUON, "optimizer.weight_decay=0.1"]
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    runs.train(whole, configs.load("digits", settings))
-    seen = []
-
-    class StopError(Exception):
-        pass
-
-    class Stopping(progress.Silent):
-        def step(self, done, figures):
-            seen.append(done)
-            if done == 4:
-                raise StopError
-
-    run = RunFolder.create(cut, configs.load("digits", settings))
-    made = loop.Trainer(run.config(), run, CPU, Stopping(), None)
-    with pytest.raises(StopError):
-        made.fit()
-    assert seen == [1, 2, 3, 4]
-    assert checkpoints(cut)
-    runs.resume(cut)
-    assert_same_run(cut, whole)
+    runs.train(tmp_path / "whole", configs.load("digits", settings))
+    assert_resumed(tmp_path / "cut", settings, 4, tmp_path / "whole")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

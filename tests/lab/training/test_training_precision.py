@@ -5,38 +5,30 @@ import torch
 from training_runs import TINY
 
 from gdeq.lab.training import config as configs
-from gdeq.lab.training import loop, process, progress
-from gdeq.lab.training.folder import RunFolder
+from gdeq.lab.training import loop
 from gdeq.lab.training.precision import caution
 
 
 @pytest.mark.parametrize("pretrain", [0, 10])
-def test_a_step_sees_the_weights_that_the_last_one_left(few_images, tmp_path, pretrain):
+def test_a_step_sees_the_weights_that_the_last_one_left(trainer, pretrain):
     """Autocast keeps half-precision copies of weights for as long as it is open: the whole run."""
-    settings = [*TINY, "precision=bf16", f"pretrain_steps={pretrain}", "optimizer.lr=0.1"]
-    config = configs.load("digits", settings)
-    me = process.Process(torch.device("cpu"))
-    trainer = loop.Trainer(config, RunFolder(tmp_path), me, progress.Silent(), None)
-    _, (images, labels) = next(trainer.train_batches.epoch())
-    seen = []
-
-    def note(module, inputs, output):
-        seen.append(output.detach().float())
-
-    with loop.precision(config, me.device):
-        trainer.one_step(images, labels)
-        handle = trainer.model.register_forward_hook(note)
-        trainer.one_step(images, labels)
+    settings = ["precision=bf16", f"pretrain_steps={pretrain}", "optimizer.lr=0.1"]
+    made, again, seen = trainer(*settings), trainer(*settings), []
+    _, (images, labels) = next(made.train_batches.epoch())
+    with loop.precision(made.config, made.process.device):
+        made.one_step(images, labels)
+        handle = made.model.register_forward_hook(lambda *call: seen.append(call[-1].detach()))
+        made.one_step(images, labels)
         handle.remove()
-    assert len(seen) == 1
     # The same forward pass with nothing cached, from the weights before the second step.
-    again = loop.Trainer(config, RunFolder(tmp_path), me, progress.Silent(), None)
-    with loop.precision(config, me.device):
+    torch.manual_seed(0)
+    with loop.precision(again.config, again.process.device):
         again.one_step(images, labels)
     again.set_phase(again.step)
-    with loop.precision(config, me.device):
-        fresh = again.model.train()(images).detach().float()
-    torch.testing.assert_close(seen[0], fresh, rtol=1e-3, atol=1e-3)
+    with loop.precision(again.config, again.process.device):
+        fresh = again.model.train()(images).detach()
+    (found,) = seen
+    torch.testing.assert_close(found.float(), fresh.float(), rtol=1e-3, atol=1e-3)
 
 
 def test_bf16_on_a_cpu_is_told_before_the_first_step(few_images, tmp_path, gdeq):

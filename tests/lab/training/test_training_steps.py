@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from gdeq.lab.training import config as configs
 from gdeq.lab.training import loop, optimization, process, progress, records, runs, timing
 from gdeq.lab.training.folder import RunFolder
 from gdeq.lab.training.metrics import Sums
+from gdeq.solution import BackwardRecord
 from gdeq.solvers import Broyden
 
 CPU = process.Process(torch.device("cpu"))
@@ -42,15 +44,6 @@ def test_the_rate_of_each_step(given):
     config = configs.load("digits", [*TINY, *settings])
     found = [optimization.learning_rate(config, step, 4) for step in range(4)]
     assert found == pytest.approx(RATES[given])
-
-
-@pytest.fixture
-def trainer(tmp_path, few_images):
-    def make(*settings):
-        config = configs.load("digits", [*TINY, *settings])
-        return loop.Trainer(config, RunFolder(tmp_path), CPU, progress.Silent(), None)
-
-    return make
 
 
 def batches(trainer):
@@ -176,10 +169,9 @@ def test_rate_that_is_a_tensor():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["adam", "sgd", "muon"])
-def test_an_update_on_a_gpu_asks_the_host_nothing(tmp_path, name):
-    config = configs.load("digits", [*TINY, "device=cuda", f"optimizer={name}", "ema=0.9"])
+def test_an_update_on_a_gpu_asks_the_host_nothing(trainer, name):
     gpu = process.Process(torch.device("cuda", 0))
-    made = loop.Trainer(config, RunFolder(tmp_path), gpu, progress.Silent(), None)
+    made = trainer("device=cuda", f"optimizer={name}", "ema=0.9", me=gpu)
     _, (images, labels) = next(made.train_batches.epoch(0))
     made.one_step(images, labels)
     rates = [group["lr"] for group in made.optimizer.param_groups]
@@ -194,59 +186,32 @@ def test_an_update_on_a_gpu_asks_the_host_nothing(tmp_path, name):
         made._add(made.sums, logits.sum(), logits, (labels,), made.deq)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert rates[0].item() == pytest.approx(optimization.learning_rate(config, 1, made.total))
+    assert rates[0].item() == pytest.approx(optimization.learning_rate(made.config, 1, made.total))
     made.restore(made.state())
     assert [group["lr"] for group in made.optimizer.param_groups] == rates
     made.one_step(images, labels)
     assert math.isfinite(made.sums.read(gpu)["loss"])
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_sums_by_hand(trainer, backward):
-    made = trainer("gradient.name=gdeq", f"gradient.refine={int(backward)}")
-    made.step = 1  # at the first one even a gradient without VJPs is measured
-    expected = torch.zeros(11, dtype=torch.float64)
-    for images, labels in batches(made):
-        made.one_step(images, labels)
-        made.sums.clear()
-        made.sums.look()
-        solution, count = made.model.deq.solution, len(labels)
-        logits, loss = torch.randn(count, 10), torch.rand(())
-        assert (solution.record.residual is not None) == backward
-        found = [float(x) for x in solution.record.residual] if backward else []
-        errors, batch_error = [], 0.0
-        if backward:
-            assert (solution.record.error < 1).all()
-            solution.record.error[0] = torch.inf  # as of a w that was not taken
-            errors = [min(1.0, float(x)) for x in solution.record.error]
-            larger = [min(1.0, max(x, y)) for x, y in zip(errors, found, strict=True)]
-            larger[0] = min(1.0, found[0])  # all that is known of it
-            solution.record.length[1] *= 3.0  # so that the weights matter
-            lengths = [float(x) for x in solution.record.length]
-            products = [a * b for a, b in zip(lengths, larger, strict=True)]
-            batch_error = sum(products) / sum(lengths)
-            assert batch_error != pytest.approx(sum(larger) / count, rel=1e-3)
-        expected += torch.tensor(
-            [
-                count,
-                count * loss.item(),
-                100 * sum(row.argmax() == label for row, label in zip(logits, labels, strict=True)),
-                sum(float(x) for x in solution.residual),
-                sum(float(x) for x in solution.steps),
-                sum(found),
-                len(found),
-                sum(errors),
-                len(errors),
-                batch_error * count,
-                len(errors),
-            ],
-            dtype=torch.float64,
-        )
-        for _ in range(2):
-            made._add(made.sums, loss, logits, (labels,), made.deq)
-        for values in made.sums.values:
-            torch.testing.assert_close(values, 2 * expected, rtol=1e-12, atol=0)
-        expected.zero_()
+def test_sums_by_hand():
+    sums, record = Sums(CPU.device, Metric("accuracy")), BackwardRecord()
+    residual, steps = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([3, 4, 5, 4])
+    found = SimpleNamespace(record=record, residual=residual, steps=steps)
+    given = torch.tensor(2.0), torch.tensor([100.0, 0.0, 100.0, 100.0]), found
+    sums.add(*given)
+    expected = torch.tensor([4, 8, 300, 1, 16, 0, 0, 0, 0, 0, 0], dtype=torch.float64)
+    for values in sums.values:
+        torch.testing.assert_close(values, expected)
+    record.residual = torch.tensor([0.5, 0.25, 0.125, 2.0])
+    record.error = torch.tensor([math.inf, 0.5, 0.1, 0.2])  # the first w was not taken
+    record.length = torch.tensor([1.0, 3.0, 1.0, 1.0])
+    sums.add(*given)
+    # The larger of error and residual, 1 at most, by the length of w; of the first its residual.
+    batch_error = (0.5 + 3 * 0.5 + 0.125 + 1) / 6
+    backward = [2.875, 4, 1 + 0.5 + 0.1 + 0.2, 4, 4 * batch_error, 4]
+    expected = torch.tensor([8, 16, 600, 2, 32, *backward], dtype=torch.float64)
+    for values in sums.values:
+        torch.testing.assert_close(values, expected)
 
 
 def test_accuracy_counts_the_class_with_the_largest_share(trainer):
@@ -427,7 +392,7 @@ def test_summary(tmp_path, few_images):
     assert epochs[0]["train_loss"] == pytest.approx(sum(losses[:PER_EPOCH]) / PER_EPOCH)
 
 
-def test_milliseconds_are_those_after_pretraining():
+def test_milliseconds_are_those_after_pretraining(tmp_path):
     config = configs.load("digits", [*TINY, "batch_size=4", "pretrain_steps=5"])
 
     def line(step, steps, ms):
@@ -438,12 +403,11 @@ def test_milliseconds_are_those_after_pretraining():
     epoch = {"kind": "epoch", "step": 11, "seconds": 0.033}
 
     def middle(lines):
-        story = records.Story()
+        found, resumed = (records.Records(RunFolder(tmp_path), config) for _ in range(2))
         for one in lines:
-            story.note(one, config)
-        resumed = records.Story()
-        resumed.restore(story.state())
-        return resumed.ms_per_step(config)
+            found.add(one)
+        resumed.restore(found.state())
+        return resumed.ms_per_step()
 
     assert middle([*unrolled, epoch, *solved]) == 8.0
     assert middle(unrolled) == 1.0  # there is nothing else
@@ -477,46 +441,42 @@ def test_a_backward_residual_is_the_mean_of_what_was_measured(tmp_path, few_imag
 # -- a solver that no longer converges -------------------------------------------------------------
 
 
-class Heard(progress.Silent):
-    def __init__(self):
-        self.texts = []
-
-    def say(self, text):
-        self.texts.append(text)
-
-
 def warned(trainer, residuals, *settings, samples=training_runs.BATCH):
     """The steps at which it warns, when each line of the log tells this mean residual."""
-    made = trainer(*settings)
-    made.progress = Heard()
-    told = []
+    made, told = trainer(*settings), []
+    made.progress.say = lambda text: told.append(made.step)
     for made.step, residual in enumerate(residuals, start=1):
         epoch = (made.step - 1) // PER_EPOCH
-        made._log(epoch, {"loss": 1.0, "residual": residual, "samples": samples, "ms": 1})
-        told += [made.step] * len(made.progress.texts)
-        made.progress.texts.clear()
+        figures = {"loss": 1.0, "residual": residual, "samples": samples, "ms": 1}
+        made._log(epoch, figures)
     return told
 
 
-def test_a_solver_that_does_not_converge_is_told_once_an_epoch(trainer):
-    assert warned(trainer, [0.09] * 3) == []
-    assert warned(trainer, [0.2] * 9) == [1, 4, 7]
-    assert warned(trainer, [0.01, 0.2, 0.3, 0.01, 0.01, 0.11]) == [2, 6]
-    assert warned(trainer, [0.4] * 3, "solver.tol=5e-2") == []
-    assert warned(trainer, [0.6] * 3, "solver.tol=5e-2") == [1]
+@pytest.mark.parametrize(
+    ("residuals", "settings", "expected"),
+    [
+        # Once an epoch.
+        ([0.09] * 3, [], []),
+        ([0.2] * 9, [], [1, 4, 7]),
+        ([0.01, 0.2, 0.3, 0.01, 0.01, 0.11], [], [2, 6]),
+        ([0.4] * 3, ["solver.tol=5e-2"], []),
+        ([0.6] * 3, ["solver.tol=5e-2"], [1]),
+        # A fixed number of steps that leads nowhere: once.
+        ([0.29] * 6, ["solver.tol=0"], []),
+        ([0.1, 0.2, 0.31, 0.2, 0.9, 0.9, 0.9], ["solver.tol=0"], [3]),
+        # Where convergence is not asked for: never.
+        ([0.9] * 6, ["gradient=unrolled"], []),
+        ([0.9] * 6, ["pretrain_steps=6"], []),
+        ([0.9] * 6, ["pretrain_steps=4"], [5]),
+    ],
+)
+def test_a_solver_that_does_not_converge_is_told(trainer, residuals, settings, expected):
+    assert warned(trainer, residuals, *settings) == expected
 
 
-def test_a_fixed_number_of_steps_that_leads_nowhere_is_told_once(trainer):
-    assert warned(trainer, [0.29] * 6, "solver.tol=0") == []
-    assert warned(trainer, [0.1, 0.2, 0.31, 0.2, 0.9, 0.9, 0.9], "solver.tol=0") == [3]
-
-
-def test_where_convergence_is_not_asked_for_nothing_is_said(trainer):
-    assert warned(trainer, [0.9] * 6, "gradient=unrolled") == []
-    assert warned(trainer, [0.9] * 6, "pretrain_steps=6") == []
-    assert warned(trainer, [0.9] * 6, "pretrain_steps=4") == [5]
-    # A line about three steps, of which one was unrolled, is left alone.
-    assert warned(trainer, [0.9] * 6, "pretrain_steps=1", samples=3 * training_runs.BATCH) == [4]
+def test_a_line_about_three_steps_of_which_one_was_unrolled_is_left_alone(trainer):
+    three = 3 * training_runs.BATCH
+    assert warned(trainer, [0.9] * 6, "pretrain_steps=1", samples=three) == [4]
 
 
 def test_summary_of_a_run_shorter_than_a_log_window(tmp_path, few_images):

@@ -1,13 +1,17 @@
 """What the tests of `gdeq train` and of `gdeq paper` both use; see their conftest.py."""
 
 import pytest
+import torch
 import training_runs
 from typer.testing import CliRunner
 
 from gdeq.lab import data as datasets
 from gdeq.lab.cli import app
+from gdeq.lab.training import config as configs
+from gdeq.lab.training import folder, loop, process, progress
 
-__all__ = ["few_images", "gdeq", "zygote"]
+ALONE = process.Process(torch.device("cpu"))
+__all__ = ["few_images", "gdeq", "trainer", "zygote"]
 
 
 @pytest.fixture(scope="session")
@@ -47,3 +51,17 @@ def gdeq():
 @pytest.fixture
 def few_images(monkeypatch):
     monkeypatch.setattr(datasets, "load", training_runs.few)
+
+
+@pytest.fixture
+def trainer(tmp_path, few_images):
+    """trainer("epochs=3") -> a `Trainer` of the small digits.
+
+    me: the process, if it is not alone on the CPU.
+    """
+
+    def make(*given, me=ALONE):
+        config = configs.load("digits", [*training_runs.TINY, *given])
+        return loop.Trainer(config, folder.RunFolder(tmp_path), me, progress.Silent(), None)
+
+    return make

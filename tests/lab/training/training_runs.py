@@ -10,10 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from gdeq.lab import data as datasets
-from gdeq.lab.training import checkpoint, folder
+from gdeq.lab.training import checkpoint, folder, loop, process, progress, runs
 from gdeq.lab.training import config as configs
 
 HERE = Path(__file__).parent
@@ -24,15 +25,9 @@ TINY = [
     *["epochs=2", "batch_size=4", "solver.max_iter=3", "log_every=1", "checkpoint_seconds=0"],
     *["snapshots=[1]", "device=cpu"],
     # The rest as if there were no preset, whose recipe may change.
-    *[
-        "label_smoothing=0",
-        "solver.tol=1e-3",
-        "gradient.tol=1e-6",
-        "optimizer.lr=1e-3",
-        "augment.crop=0",
-    ],
-    *["optimizer.weight_decay=0", "optimizer.schedule=cosine", "optimizer.warmup=0"],
-    "optimizer.clip=null",
+    *["label_smoothing=0", "solver.tol=1e-3", "gradient.tol=1e-6", "augment.crop=0"],
+    *["optimizer.lr=1e-3", "optimizer.weight_decay=0", "optimizer.schedule=cosine"],
+    *["optimizer.warmup=0", "optimizer.clip=null"],
 ]
 # Everything that has a state: dropout masks, averaged weights, two phases, moved and mixed images.
 RICH = [*TINY, "model.dropout=0.2", "ema=0.9", "pretrain_steps=2", "augment.crop=1"]
@@ -61,7 +56,7 @@ def few_digits():
 
 def begun(path, *settings):
     """A run folder of digits in which nothing was trained yet."""
-    return folder.RunFolder.create(path, configs.load("digits", settings)).path
+    return folder.RunFolder(path).create(configs.load("digits", settings)).path
 
 
 def metrics(run, timing=False):
@@ -76,6 +71,23 @@ def assert_same_run(run, reference):
         found, expected = (checkpoint.read_tensors(place / name)[0] for place in (run, reference))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], expected[key]) for key in found), name
+
+
+def assert_resumed(path, settings, stop, reference):
+    """A run of digits that is killed after this step, and gone on with, is the same to the bit."""
+
+    class Stopping(progress.Silent):
+        def step(self, done, figures):
+            if done == stop:
+                raise KeyboardInterrupt
+
+    run = folder.RunFolder(path).create(configs.load("digits", settings))
+    alone = process.Process(torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        loop.Trainer(run.config(), run, alone, Stopping(), None).fit()
+    assert checkpoints(path)
+    runs.resume(path)
+    assert_same_run(path, reference)
 
 
 def checkpoints(run):

@@ -38,16 +38,18 @@ class Setup:
         return self.device.startswith("cuda")
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a sample of a plain cell."""
+        tokens, pixels = (self.side, self.width), (self.width, self.side, self.side)
+        return {"transformer": tokens, "convolution": pixels, "mlp": (self.width,)}[self.cell]
+
+    @property
     def title(self) -> str:
         if self.cell == "mdeq":
             return f"MDEQ-{self.size.upper()}, batch {self.batch} of {self.side}×{self.side}"
-        shape = {
-            "transformer": f", {self.side} tokens",
-            "convolution": f", {self.side}×{self.side} pixels",
-            "mlp": "",
-        }[self.cell]
+        sample = "×".join(str(size) for size in self.shape)
         compiled = ", torch.compile" if self.cuda else ""
-        return f"{self.cell} cell, width {self.width}{shape}, batch {self.batch}{compiled}"
+        return f"{self.cell} cell, batch {self.batch} of {sample}{compiled}"
 
     def gradients(self) -> dict[str, Gradient]:
         return {
@@ -65,12 +67,7 @@ class Setup:
             images = torch.randn(self.batch, 3, self.side, self.side, device=self.device)
             labels = torch.randint(0, 10, (self.batch,), device=self.device)
             return images.to(memory_format=torch.channels_last), labels
-        shape = {
-            "transformer": (self.side, self.width),
-            "convolution": (self.width, self.side, self.side),
-            "mlp": (self.width,),
-        }[self.cell]
-        x, y = torch.randn(2, self.batch, *shape, device=self.device)
+        x, y = torch.randn(2, self.batch, *self.shape, device=self.device)
         return x, y
 
     def solver(self) -> Broyden:

@@ -41,17 +41,17 @@ def read_peers(text: str | None, setup: Setup) -> tuple[str, ...]:
     names = [name.strip() for name in text.split(",")]
     if names in ([""], ["none"]):
         return ()
-    for name in names:
-        if name not in PRECISIONS:
-            raise BenchError(
-                f"--peers: {name!r} is no precision; write some of {','.join(PRECISIONS)} with "
-                "commas between them, or none"
-            )
+    wrong = [name for name in names if name not in PRECISIONS]
+    if wrong:
+        raise BenchError(
+            f"--peers: {wrong[0]!r} is no precision; write some of {','.join(PRECISIONS)} with "
+            "commas between them, or none"
+        )
     return tuple(dict.fromkeys(names))
 
 
 def caution(setup: Setup, peers: tuple[str, ...]) -> str | None:
-    """To be said before the first step: an illegal instruction ends a process without a word."""
+    """A warning to print before the first step, since an illegal instruction gives no message."""
     options = {"--precision": setup.precision == "bf16", "--peers": "bf16" in peers}
     asked = [option for option, given in options.items() if given]
     if setup.cuda or not asked:
@@ -61,7 +61,6 @@ def caution(setup: Setup, peers: tuple[str, ...]) -> str | None:
 
 def run(
     setup: Setup,
-    names: tuple[str, ...] = ("gdeq", "gdeq refine 1", "jfb", "npg", "implicit"),
     peers: tuple[str, ...] | None = None,
     out: Path | None = None,
     tell: Callable[[str], None] = print,
@@ -74,64 +73,63 @@ def run(
     if peers is None:
         peers = read_peers(None, setup)
     if out is not None:
-        if out.exists() and not out.is_dir():
-            raise BenchError(f"--out {out} is a file, not a folder: choose another")
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            raise BenchError(f"cannot make the folder {out}: {problem.strerror}") from problem
+        out.mkdir(parents=True, exist_ok=True)
     warning = caution(setup, peers)
     if warning is not None:
         tell(warning)
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True  # for all alike
-    try:
-        return _run(setup, names, peers, out, tell)
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
-def _kept(setup: Setup) -> str:
-    half = setup.cuda and setup.precision == "bf16"
-    return f" (steps kept in {setup.step_bits} bits)" if half else ""
-
-
-def _run(
-    setup: Setup,
-    names: tuple[str, ...],
-    peers: tuple[str, ...],
-    out: Path | None,
-    tell: Callable[[str], None],
-) -> dict[str, Any]:
-    chip = torch.cuda.get_device_name(setup.device) if setup.cuda else "CPU"
     told: list[str] = []
+    found: dict[str, Any] = {"setup": asdict(setup)}
 
     def note(line: str) -> None:
         tell(line)
         told.append(line)
+
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True  # for all alike
+    try:
+        _measure(setup, peers, out, found, note)
+    finally:
+        torch.backends.cudnn.benchmark = before
         if out is not None:
             (out / "step.txt").write_text("\n".join(told) + "\n")
+            (out / "step.json").write_text(json.dumps(found, indent=1))
+    return found
 
+
+def _measure(
+    setup: Setup,
+    peers: tuple[str, ...],
+    out: Path | None,
+    found: dict[str, Any],
+    note: Callable[[str], None],
+) -> None:
+    """Fills ``found``, row by row."""
+    found["device"] = torch.cuda.get_device_name(setup.device) if setup.cuda else "CPU"
+    found["rows"] = []
+    half = setup.cuda and setup.precision == "bf16"
     note(
         f"{setup.title}, {count(setup.forward, 'Broyden step')} forward, {setup.backward} backward "
-        f"for Implicit, {setup.precision}{_kept(setup)}, "
-        f"{'group norm, no dropout, ' if setup.cell == 'mdeq' else ''}SGD; {chip}, "
+        f"for Implicit, {setup.precision}"
+        f"{f' (steps kept in {setup.step_bits} bits)' if half else ''}, "
+        f"{'group norm, no dropout, ' if setup.cell == 'mdeq' else ''}SGD; {found['device']}, "
         f"torch {torch.__version__}"
     )
-    found: dict[str, Any] = {"setup": asdict(setup), "device": chip, "rows": []}
-
-    def keep() -> None:
-        if out is not None:
-            (out / "step.json").write_text(json.dumps(found, indent=1))
 
     def add(row: dict[str, Any]) -> None:
         found["rows"].append(row)
         peak = "" if row["peak_gib"] is None else f"   peak {row['peak_gib']:5.2f} GiB"
         note(f"  {row['name']:30s} {row['ms']:9.2f} ms{peak}")
-        keep()
 
-    makes = _makes(setup, names, peers)
-    if peers and not torchdeq_is_there():
+    makes: dict[str, Callable[[], Step]] = {
+        f"gdeq: {name}": partial(ours, setup, gradient)
+        for name, gradient in setup.gradients().items()
+    }
+    if torchdeq_is_there():
+        for precision in peers:
+            for label, settings in PEERS.items():
+                title = f"torchdeq: {label}, {precision}"
+                makes[title] = partial(theirs, setup, precision, **settings)
+    elif peers:
         note("  (torchdeq is not installed: pip install torchdeq==0.1.0 to have it beside)")
     if not setup.cuda:
         for row in measure_in_turns(setup, makes):
@@ -143,7 +141,7 @@ def _run(
             if not name.startswith("torchdeq"):
                 raise
             found.setdefault("failed", {})[name] = repr(problem)
-            note(f"  {name:30s}    failed: {_first_line(problem)}")
+            note(f"  {name:30s}    failed: {repr(problem).splitlines()[0][:100]}")
             continue
         add(row)
         if name == "gdeq: gdeq":
@@ -151,36 +149,13 @@ def _run(
         del step
     found["cell"] = cell_times(setup)
     found["roofline"] = roofline(setup, found["cell"]["f"])
-    keep()
     for line in lines(setup, found):
         note(line)
-    return found
-
-
-def _first_line(problem: Exception) -> str:
-    return (str(problem) or type(problem).__name__).splitlines()[0][:100]
-
-
-def _makes(
-    setup: Setup, names: tuple[str, ...], peers: tuple[str, ...]
-) -> dict[str, Callable[[], Step]]:
-    """What makes each step that is measured, by its name."""
-    gradients = setup.gradients()
-    makes: dict[str, Callable[[], Step]] = {
-        f"gdeq: {name}": partial(ours, setup, gradients[name]) for name in names
-    }
-    if torchdeq_is_there():
-        for precision in peers:
-            for label, settings in PEERS.items():
-                title = f"torchdeq: {label}, {precision}"
-                makes[title] = partial(theirs, setup, precision, **settings)
-    return makes
 
 
 def scaled(amount: float) -> str:
     """With the prefix that leaves one to three digits before the point."""
-    prefixes = ["", "k", "M", "G"]
-    for prefix in prefixes:
+    for prefix in ("", "k", "M", "G"):
         if amount < 1000:
             return f"{amount:.1f} {prefix}"
         amount /= 1000
@@ -202,8 +177,8 @@ def lines(setup: Setup, found: dict[str, Any]) -> list[str]:
     if "gdeq: gdeq" not in rows:
         return told
     mine = rows["gdeq: gdeq"]["ms"]
-    # The first evaluation, one a step, and the VJP as two; where steps are not recorded, the one
-    # with autograd is not among them.
+    # One evaluation per solver step, the first one, and two for the VJP.  Without recorded steps
+    # there is one more, with autograd.
     evaluations = setup.forward + (3 if setup.cuda else 4)
     told.append(
         f"GDEQ step {mine:.2f} ms, f {cell['f']:.3f} ms, "

@@ -51,11 +51,8 @@ class Choice:
         return Measured(JFB() if plain or not self.solver(config).keeps_inverse else GDEQ())
 
     def figures(self) -> dict[str, Any]:
-        return {
-            "max_iter": self.steps,
-            "refine": self.refine,
-            "residual_weight": self.residual_weight,
-        }
+        used = {"max_iter": self.steps, "refine": self.refine}
+        return {**used, "residual_weight": self.residual_weight}
 
 
 class Tries:
@@ -98,13 +95,15 @@ class Ladder:
     ) -> None:
         self.rungs, self.targets, self.room, self.patience = rungs, targets, room, patience
         self.target = targets[0]
-        self.rung = self.middle if targets[0] == targets[1] else 0
-        self.calm = 0  # looks in a row with room to spare
-        self.tries = self._no_tries()
+        middle = (len(rungs) - 1) // 2
+        self.rung = middle if targets[0] == targets[1] else 0
+        self.forget()
 
-    def _no_tries(self) -> list[Tries]:
-        """Of each rung, from the one above: that one was in vain says nothing of a higher one."""
-        return [Tries(self.patience) for _ in self.rungs[:-1]]
+    def forget(self) -> None:
+        """Of what was tried; at first, or with another f."""
+        self.calm = 0  # looks in a row with room to spare
+        # Of each rung, from the one above: that one was in vain says nothing of a higher one.
+        self.tries = [Tries(self.patience) for _ in self.rungs[:-1]]
 
     def tighten(self, done: float) -> None:
         """done: the share of the training that is."""
@@ -114,10 +113,6 @@ class Ladder:
     @property
     def value(self) -> int:
         return self.rungs[self.rung]
-
-    @property
-    def middle(self) -> int:
-        return (len(self.rungs) - 1) // 2
 
     @property
     def at_top(self) -> bool:
@@ -150,22 +145,15 @@ class Ladder:
             self.tries[self.rung - 1].made()
             self.rung, self.calm = self.rung - 1, 0
 
-    def forget(self) -> None:
-        """It is another f now."""
-        self.calm, self.tries = 0, self._no_tries()
-
     def state(self) -> dict[str, Any]:
         tried = zip(self.rungs, self.tries, strict=False)  # none of the highest
-        return {
-            "value": self.value,
-            "calm": self.calm,
-            "tries": {str(value): tries.state() for value, tries in tried},
-        }
+        tries = {str(value): tries.state() for value, tries in tried}
+        return {"value": self.value, "calm": self.calm, "tries": tries}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The ladder may have got other rungs since: the first one that is not cheaper, then."""
-        enough = [n for n, value in enumerate(self.rungs) if value >= state["value"]]
-        self.rung = enough[0] if enough else len(self.rungs) - 1
+        cheaper = sum(value < state["value"] for value in self.rungs)
+        self.rung = min(cheaper, len(self.rungs) - 1)
         self.calm = state["calm"]
         for value, tries in zip(self.rungs, self.tries, strict=False):
             if str(value) in state["tries"]:
@@ -182,10 +170,6 @@ class Penalty:
         self.calm = 0  # looks in a row in which the residual was at ease
         self.tries = Tries(patience)
 
-    @property
-    def raised(self) -> bool:
-        return self.weight > self.base
-
     def look(self, pressed: bool, at_ease: bool) -> None:
         self.calm = self.calm + 1 if at_ease and not pressed else 0
         if pressed:
@@ -193,7 +177,7 @@ class Penalty:
             self.weight = min(self.most, max(self.least, 2 * self.weight))
             return
         self.tries.held()
-        if self.calm >= self.tries.wait and self.raised:
+        if self.calm >= self.tries.wait and self.weight > self.base:
             self.tries.made()
             self.calm = 0
             half = self.weight / 2
@@ -225,7 +209,8 @@ class Controller:
         done: the share of the training that is, by which targets tighten.
         """
         before, weight = self.choice, self.penalty.weight
-        self._tighten(done)
+        self.forward.tighten(done)
+        self.backward.tighten(done)
         # Judged before the ladders move: the top rung has to be tried first.
         self.above = self.forward.above(residual), self.backward.above(backward_error)
         pressed = self.above[0] and self.forward.at_top
@@ -242,10 +227,6 @@ class Controller:
             self.backward.forget()
         return self.choice if self.choice != before else None
 
-    def _tighten(self, done: float) -> None:
-        self.forward.tighten(done)
-        self.backward.tighten(done)
-
     def state(self) -> dict[str, Any]:
         return {
             "forward": self.forward.state(),
@@ -257,9 +238,9 @@ class Controller:
 
     def restore(self, state: dict[str, Any], done: float = 0.0) -> None:
         """done: as for `look`."""
-        self._tighten(done)
-        self.forward.restore(state["forward"])
-        self.backward.restore(state["backward"])
+        for name, ladder in (("forward", self.forward), ("backward", self.backward)):
+            ladder.tighten(done)
+            ladder.restore(state[name])
         # At least what the configuration asks for now, which may be more than it did.
         weight = state["residual_weight"]
         self.penalty.weight = min(max(weight, self.penalty.base), self.penalty.most)

@@ -7,7 +7,6 @@ the run's configuration among it, and the SHA-256 of the whole file, taken with 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ SUM, ZEROS = b'{\\"sha256\\": \\"', b"0" * 64  # JSON within JSON
 
 
 class CheckpointError(LabError):
-    """A checkpoint could not be written or read."""
+    """A checkpoint cannot be read."""
 
 
 def available(run: Path) -> list[Path]:
@@ -40,18 +39,10 @@ def save(run: Path, step: int, state: dict[str, Any], config: dict[str, Any] | N
     """Write ``state`` (tensors, numbers, text, lists, dicts) as the newest checkpoint."""
     tensors: dict[str, Tensor] = {}
     about = {"state": _without_tensors(state, tensors), "config": config}
-    place = run / "checkpoints" / f"{_name(step)}.ckpt"
-    try:
-        folder = files.subfolder(run, "checkpoints")
-        files.write(place, pack(tensors, about))
-    except OSError as problem:
-        kept = available(run)
-        last = f"the last good one is {kept[0].name}" if kept else "there is none before it"
-        full = " The disk is full: free some space, then resume." * (problem.errno == errno.ENOSPC)
-        raise CheckpointError(
-            f"could not write checkpoint {place}: {problem.strerror or problem}; {last}.{full}"
-        ) from problem
-    for old in [*available(run)[KEEP:], *folder.glob("*.part")]:  # .part: of a process killed here
+    folder = files.subfolder(run, "checkpoints")
+    place = folder / f"step-{step:09d}.ckpt"
+    files.write(place, pack(tensors, about))
+    for old in [*available(run)[KEEP:], *folder.glob("*.part")]:  # .part: a process was killed
         with contextlib.suppress(OSError):
             old.unlink()
     return place
@@ -60,55 +51,35 @@ def save(run: Path, step: int, state: dict[str, Any], config: dict[str, Any] | N
 def read(path: Path) -> dict[str, Any]:
     """One checkpoint; raises `CheckpointError` if a bit of it is not as it was written."""
     tensors, about = read_tensors(path)
-    try:
+    with contextlib.suppress(LookupError, TypeError, ValueError):
         state = _with_tensors(about["state"], tensors)
-    except (LookupError, TypeError, ValueError) as problem:
-        raise CheckpointError(f"{path.name} holds no state of a training") from problem
-    if not isinstance(state, dict) or "step" not in state:
-        raise CheckpointError(f"{path.name} holds no state of a training")
-    return state
+        if isinstance(state, dict) and "step" in state:
+            return state
+    raise CheckpointError(f"{path.name} holds no state of a training")
 
 
-def latest(run: Path, tell: Callable[[str], None] = print) -> dict[str, Any]:
-    """The newest checkpoint that is whole; says which damaged ones it passed over."""
-    found = available(run)
-    if not found:
-        raise CheckpointError(f"{run} holds no checkpoint to resume from; start it anew")
-    problems: list[str] = []
-    for path in found:
+def latest(run: Path, tell: Callable[[str], None] = print, aside: bool = False) -> dict[str, Any]:
+    """The newest checkpoint that is whole; says which damaged ones it passed over.
+
+    aside: rename those, or they would count among the newest and be named as the last good one.
+    """
+    damaged: dict[Path, str] = {}
+    for path in available(run):
         try:
             state = read(path)
         except CheckpointError as problem:
-            problems.append(str(problem))
+            damaged[path] = str(problem)
             continue
-        for text in problems:
+        for other, text in damaged.items():
             tell(f"warning: {text}; going back to {path.name}")
+            if aside:
+                place = other.replace(other.with_name(f"{other.name}.damaged"))
+                tell(f"the damaged checkpoint is now {place.name}")
         return state
     raise CheckpointError(
-        f"no checkpoint in {run} is whole: {'; '.join(problems)}.  Start again in another "
+        f"no checkpoint in {run} is whole: {'; '.join(damaged.values())}.  Start again in another "
         "folder, or delete its checkpoints to begin this one anew"
     )
-
-
-def set_aside(run: Path, newer_than: int) -> list[Path]:
-    """Rename the damaged ones that were passed over for this step; returns their new names.
-
-    Left as they are they would count among the newest, and be named as the last good one.
-    """
-    renamed = []
-    for path in available(run):
-        if path.stem <= _name(newer_than):
-            break
-        try:
-            read(path)
-        except CheckpointError:
-            with contextlib.suppress(OSError):
-                renamed.append(path.replace(path.with_name(path.name + ".damaged")))
-    return renamed
-
-
-def _name(step: int) -> str:
-    return f"step-{step:09d}"
 
 
 # -- tensors, and what is said about them ----------------------------------------------------------
@@ -120,7 +91,7 @@ def pack(tensors: Mapping[str, Tensor], about: Any) -> bytes:
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-    # One entry: several would come in any order.
+    # One entry, since the order of several is not fixed.
     data = dump(plain, {"gdeq": json.dumps({"sha256": ZEROS.decode(), "about": about})})
     at = data.index(SUM) + len(SUM)
     return data[:at] + hashlib.sha256(data).hexdigest().encode() + data[at + len(ZEROS) :]
@@ -160,7 +131,7 @@ def config_in(path: Path) -> dict[str, Any] | None:
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """`load_state_dict`, without numbers of another kind and such as are none."""
+    """`load_state_dict`, which also refuses other dtypes and numbers that are not finite."""
     for name, own in model.state_dict().items():
         given = tensors.get(name, own)
         if given.dtype != own.dtype:
@@ -171,7 +142,7 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _without_tensors(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """For JSON, with the names of the tensors in their place; keys keep their type."""
+    """Data for JSON, with names in place of tensors.  Keys of dicts keep their type."""
     if isinstance(value, Tensor):
         name = str(len(tensors))
         tensors[name] = value

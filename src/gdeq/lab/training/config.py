@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -69,20 +71,20 @@ def _changed(
 def from_dict(settings: dict[str, Any]) -> Config:
     """The configuration of the task that they name; images, if they name none."""
     task = registry.find(settings.get("task", Config.task))
-    kind = task.settings
-    built: Config = _build(kind, kind, {**settings, "task": task.name}, "")
+    built: Config = _build(task.settings, task.settings, {**settings, "task": task.name}, "")
     return built
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain data, as YAML writes it."""
+    plain: dict[str, Any] = _plain(dataclasses.asdict(config))
+    return plain
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        return list(value) if isinstance(value, tuple) else value
 
-    return {key: plain(value) for key, value in dataclasses.asdict(config).items()}
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def replace(config: C, **settings: Any) -> C:
@@ -105,27 +107,22 @@ def differences(before: Config, after: Config) -> list[str]:
 def _source(source: str) -> dict[str, Any]:
     presets = registry.presets()
     if source in presets:
-        copied: dict[str, Any] = yaml.safe_load(yaml.safe_dump(presets[source]))
-        return copied
-    path = Path(source)
-    if path.suffix == ".py":
+        return copy.deepcopy(presets[source])
+    if source.endswith(".py"):
         task = registry.find(source)
-        first = dict(next(iter(task.presets.values()), {}))
-        return {**yaml.safe_load(yaml.safe_dump(first)), "task": task.name}
+        first = next(iter(task.presets.values()), {})
+        return {**copy.deepcopy(dict(first)), "task": task.name}
     try:
-        if path.suffix in (".yaml", ".yml") or path.exists():
-            settings = files.load_yaml(files.read(path, files.TEXT))
-            if not isinstance(settings, dict):
-                raise ConfigError(f"{source} must hold settings, one 'key: value' a line")
-            return settings
-    except (OSError, ValueError) as problem:
+        if source.endswith((".yaml", ".yml")) or Path(source).exists():
+            settings = files.load_yaml(files.read(Path(source), files.TEXT))
+            if isinstance(settings, dict):
+                return settings
+            raise ConfigError(f"{source} must hold settings, one 'key: value' a line")
+    except (OSError, ValueError, files.FileError) as problem:
         if isinstance(problem, ConfigError):
             raise
         told = getattr(problem, "strerror", None) or problem
         raise ConfigError(f"cannot read {source}: {told}") from problem
-    except files.FileError as problem:
-        said = str(problem)
-        raise ConfigError(said if source in said else f"{source} {said}") from problem
     near = difflib.get_close_matches(source, list(presets), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
@@ -140,8 +137,8 @@ def _source(source: str) -> dict[str, Any]:
 def _sections(kind: type) -> dict[str, Any]:
     """The class of each setting that holds settings, None of the others."""
     hints = typing.get_type_hints(kind)
-    found = {item.name: hints[item.name] for item in dataclasses.fields(kind)}
-    return {name: t if dataclasses.is_dataclass(t) else None for name, t in found.items()}
+    types_of = {item.name: hints[item.name] for item in dataclasses.fields(kind)}
+    return {name: t if dataclasses.is_dataclass(t) else None for name, t in types_of.items()}
 
 
 def all_keys(kind: type, prefix: str = "") -> list[str]:
@@ -164,11 +161,10 @@ def meanings(kind: type, prefix: str = "") -> dict[str, tuple[str, str]]:
     for name, inner in _sections(kind).items():
         if inner is not None:
             found |= meanings(inner, f"{prefix}{name}.")
-            continue
-        default = getattr(kind, name)
-        value = list(default) if isinstance(default, tuple) else default
-        text = yaml.safe_dump(value, default_flow_style=True).splitlines()[0]
-        found[prefix + name] = (text.replace(", ", ","), beside.get(name, ""))
+        else:
+            default = _plain(getattr(kind, name))
+            text = yaml.safe_dump(default, default_flow_style=True).splitlines()[0]
+            found[prefix + name] = (text.replace(", ", ","), beside.get(name, ""))
     return found
 
 
@@ -287,20 +283,13 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
             return tuple(value)
         raise ConfigError(f"{key} must be a list such as [1,10], got {value!r}")
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in kinds:
-        return None
+    given = value
     if float in kinds and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            number = float(value)  # YAML reads 1e-3 as text
-        except ValueError:
-            number = None
-        if number is not None:
-            if LARGEST < abs(number) < math.inf:
-                raise ConfigError(f"{key} must be at most {LARGEST:g}, got {value!r}")
-            return number
-    if any(isinstance(value, k) for k in kinds) and not (
-        isinstance(value, bool) and bool not in kinds
-    ):
+        with contextlib.suppress(ValueError):
+            value = float(value)  # YAML reads 1e-3 as text
+    if isinstance(value, float) and LARGEST < abs(value) < math.inf:
+        raise ConfigError(f"{key} must be at most {LARGEST:g}, got {given!r}")
+    if type(value) in kinds:
         return value
-    names = " or ".join("nothing" if k is type(None) else k.__name__ for k in kinds)
+    names = " or ".join("nothing" if k is types.NoneType else k.__name__ for k in kinds)
     raise ConfigError(f"{key} must be {names}, got {value!r}")

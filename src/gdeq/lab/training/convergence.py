@@ -2,46 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from gdeq.lab.training.settings import Config
 from gdeq.options import count
 
-ABOVE = 2.0  # times a target that still tightens: below, more steps are taken without a word
+ABOVE = 2.0  # a target that still tightens may be exceeded so many times without a warning
 
 
 class ConvergenceWatch:
-    """Finds the words when they do not, once an epoch."""
+    """Warns when they do not, at most once an epoch."""
 
     def __init__(self, config: Config) -> None:
         tol = config.solver.tol
-        self.unrolled = config.gradient.name == "unrolled"  # there convergence is not asked for
+        self.unrolled = config.gradient.name == "unrolled"  # its gradient does not need convergence
         self.steps = None if tol > 0 or config.adapt.enabled else config.solver.max_iter
-        # Exactly so many steps are few on purpose: one word, and only when they lead nowhere.
+        # A fixed number of steps is small on purpose: one warning, if they lead nowhere near.
         self.limit = 0.3 if self.steps else max(0.1, 10 * tol)
         self.adapt = config.adapt
         self.told: int | None = None  # the epoch of the last warning
 
-    def warning(
+    def warnings(
         self, epoch: int, step: int, residual: float, target: float | None = None
-    ) -> str | None:
+    ) -> Iterator[str]:
         """target: of an adaptive run, the one that it is held to now."""
         limit = self.limit
         if target is not None and target > self.adapt.forward:  # wider at first, as was asked
             limit = max(limit, ABOVE * target)
-        if self.unrolled or epoch == self.told or not residual > limit:
-            return None
-        if self.steps and self.told is not None:
-            return None
+        told_before = self.told is not None if self.steps else epoch == self.told
+        if self.unrolled or told_before or not residual > limit:
+            return
         self.told = epoch
+        said = f"the solver no longer converges (mean residual {residual:.1e} at step {step})"
         if self.steps:
-            return (
-                f"warning: after {count(self.steps, 'solver step')} the mean residual is "
-                f"{residual:.1e} (step {step}): f is trained as a network of that depth, with no "
-                f"equilibrium that the solver can reach: {self._advice(residual)}"
+            said = (
+                f"after {count(self.steps, 'solver step')} the mean residual is {residual:.1e} "
+                f"(step {step}): f is trained as a network of that depth, with no equilibrium that "
+                "the solver can reach"
             )
-        return (
-            f"warning: the solver no longer converges (mean residual {residual:.1e} "
-            f"at step {step}): {self._advice(residual)}"
-        )
+        yield f"warning: {said}: {self._advice(residual)}"
 
     def _advice(self, residual: float) -> str:
         adapt = self.adapt

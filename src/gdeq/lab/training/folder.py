@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
 import os
 import platform
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from gdeq.lab.metric import Metric
 from gdeq.lab.tasks import registry
 from gdeq.lab.training import checkpoint
 from gdeq.lab.training import config as configs
+from gdeq.lab.training.lock import RunLock
+from gdeq.lab.training.process import Process
 from gdeq.lab.training.settings import Config
 from gdeq.options import count
 
@@ -37,26 +40,20 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics_path = path / "metrics.jsonl"
+        self.lock = RunLock()
 
-    @staticmethod
-    def check_free(path: Path, option: str = "--out") -> None:
-        """Raise if no run can begin there; writes nothing.
+    # -- before a run ----------------------------------------------------------------------------
 
-        option: with which the user would choose another place.
-        """
+    def check_free(self) -> None:
+        """Raise if no run can begin here; writes nothing."""
+        path, other = self.path, "choose another folder with --out"
         if path.exists() and not path.is_dir():
-            raise RunError(
-                f"{path} exists already and is a file, not a folder: choose another folder with "
-                f"{option}"
-            )
+            raise RunError(f"{path} exists already and is a file, not a folder: {other}")
         # A .part alone is what a process leaves that was killed before it could begin.
         if path.exists() and any(p.suffix != ".part" for p in path.iterdir()):
             begun = (path / "config.yaml").is_file()
             proceed = f"continue it with `gdeq train --resume {path}`, or " if begun else ""
-            raise RunError(
-                f"{path} exists already and is left as it is; {proceed}choose another folder "
-                f"with {option}"
-            )
+            raise RunError(f"{path} exists already and is left as it is; {proceed}{other}")
         nearest = next(place for place in (path, *path.parents) if place.exists())
         problem = 0 if os.access(nearest, os.W_OK | os.X_OK) else errno.EACCES
         if not nearest.is_dir():
@@ -64,19 +61,19 @@ class RunFolder:
         if problem:
             raise RunError(f"cannot make the run folder {path}: {nearest}: {os.strerror(problem)}")
 
-    @classmethod
-    def create(cls, path: Path, config: Config) -> RunFolder:
-        cls.check_free(path)
+    def create(self, config: Config) -> RunFolder:
+        self.check_free()
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            run = cls(path)
-            run.write_config(config)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.write_config(config)
             metric = asdict(registry.find(config.task).metric)
             told = {**environment(), "metric": metric}  # for a report on an unfinished run
-            run.write("environment.json", json.dumps(told, indent=1))
+            self.write("environment.json", json.dumps(told, indent=1))
         except OSError as problem:
-            raise RunError(f"cannot make the run folder {path}: {problem.strerror}") from problem
-        return run
+            raise RunError(
+                f"cannot make the run folder {self.path}: {problem.strerror}"
+            ) from problem
+        return self
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -84,9 +81,73 @@ class RunFolder:
             raise RunError(f"{path} does not exist")
         if not path.is_dir():
             raise RunError(f"{path} is a file, not a run folder")
-        if not (path / "config.yaml").is_file() and not checkpoint.available(path):
+        run = cls(path)
+        if not run.begun:
             raise RunError(f"{path} is not a run folder: it holds no config.yaml")
-        return cls(path)
+        return run
+
+    @property
+    def begun(self) -> bool:
+        return (self.path / "config.yaml").is_file() or bool(checkpoint.available(self.path))
+
+    # -- while it is trained ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def locked(self, me: Process) -> Iterator[None]:
+        """Keep other trainings out of the folder.  All processes call it."""
+        holder = me.agree((self.lock.take(self.path) if me.first else None) or "")
+        if holder:
+            raise RunError(
+                f"{self.path} is being trained already, by process {holder}: wait until it ends, "
+                f"or stop it (SIGTERM saves first) and then `gdeq train --resume {self.path}`"
+            )
+        try:
+            yield
+        finally:
+            self.lock.release()
+
+    def guard(self) -> None:
+        """Nothing may be written to a folder that is not the one of the beginning."""
+        if self.lock.lost(self.path):
+            raise RunError(
+                f"{self.path} was moved or deleted while it was being trained: nothing more is "
+                "written; continue it where it is now with `gdeq train --resume`"
+            )
+
+    def write(self, name: str, data: str | bytes) -> None:
+        self.guard()
+        folder, slash, _ = name.rpartition("/")
+        if slash:
+            files.subfolder(self.path, folder)
+        files.write(self.path / name, data)
+
+    def write_config(self, config: Config) -> None:
+        self.write("config.yaml", yaml.safe_dump(configs.to_dict(config), sort_keys=False))
+
+    def write_weights(
+        self, name: str, tensors: dict[str, torch.Tensor], about: dict[str, Any] | None = None
+    ) -> None:
+        """In a form that any program reads and no code hides in."""
+        self.write(name, checkpoint.pack(tensors, about))
+
+    def append(self, record: dict[str, Any]) -> None:
+        """One metrics line.  NaN has no place in JSON and becomes null."""
+        self.guard()
+        clean = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        files.append(self.metrics_path, json.dumps(clean) + "\n")
+
+    def save(self, state: dict[str, Any], config: Config) -> None:
+        """A checkpoint; the metrics that it counts on must be on the disk before it."""
+        self.guard()
+        if self.metrics_path.exists():
+            with self.metrics_path.open("rb") as file:
+                files.sync(file.fileno())
+        checkpoint.save(self.path, state["step"], state, configs.to_dict(config))
+
+    # -- what is in it ---------------------------------------------------------------------------
 
     def config(self) -> Config:
         """What its checkpoints, or else its weights, were made with.
@@ -110,11 +171,10 @@ class RunFolder:
         found = self._readable()
         if found == config:
             return
-        said = found if isinstance(found, str) else "says something else"
         if not isinstance(found, str):
-            said += f" ({', '.join(configs.differences(config, found))})"
+            found = f"says something else ({', '.join(configs.differences(config, found))})"
         tell(
-            f"warning: config.yaml {said}; it was restored from the checkpoint.  To change a "
+            f"warning: config.yaml {found}; it was restored from the checkpoint.  To change a "
             f"setting, write `gdeq train --resume {self.path} key=value`"
         )
         self.write_config(config)
@@ -126,38 +186,11 @@ class RunFolder:
             if not isinstance(settings, dict) or not settings:
                 return "is empty or cut short"
             config = configs.from_dict(settings)
+        except FileNotFoundError:
+            return "is missing"
         except (OSError, LabError) as problem:
-            missing = isinstance(problem, FileNotFoundError)
-            return "is missing" if missing else f"cannot be used ({problem})"
+            return f"cannot be used ({problem})"
         return config if configs.to_dict(config) == settings else "is not complete"
-
-    def write_config(self, config: Config) -> None:
-        self.write("config.yaml", yaml.safe_dump(configs.to_dict(config), sort_keys=False))
-
-    def write(self, name: str, text: str) -> None:
-        files.write(self.path / name, text)
-
-    def write_weights(
-        self, name: str, state: dict[str, torch.Tensor], about: dict[str, Any] | None = None
-    ) -> None:
-        """In a form that any program reads and no code hides in."""
-        if "/" in name:
-            files.subfolder(self.path, name.partition("/")[0])
-        files.write(self.path / name, checkpoint.pack(state, about))
-
-    def append(self, record: dict[str, Any]) -> None:
-        """One metrics line.  NaN has no place in JSON and becomes null."""
-        clean = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
-        files.append(self.metrics_path, json.dumps(clean) + "\n")
-
-    def sync(self) -> None:
-        """What a checkpoint counts on must be on the disk before it."""
-        if self.metrics_path.exists():
-            with self.metrics_path.open("rb") as file:
-                files.sync(file.fileno())
 
     def size(self) -> int:
         """Bytes of metrics so far; a checkpoint remembers it."""
@@ -206,7 +239,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def environment() -> dict[str, Any]:
     """Versions, device and source revision: what a figure needs beside it."""
-    found: dict[str, Any] = {
+    return {
         "gdeq": __version__,
         "revision": _revision(),
         "python": platform.python_version(),
@@ -215,7 +248,6 @@ def environment() -> dict[str, Any]:
         "device": device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "threads": torch.get_num_threads(),
     }
-    return found
 
 
 def device_name(device: torch.device) -> str:

@@ -26,31 +26,25 @@ class RunLock:
         self.file: IO[str] | None = None
 
     def take(self, run: Path) -> str | None:
-        """Who holds it, if another does.  Where a file system has no locks, nobody ever does."""
-        if self.file is not None or fcntl is None:
+        """Take it.  Returns who holds it if another does, never where files cannot be locked."""
+        if fcntl is None:
             return None
-        try:
+        with contextlib.ExitStack() as opened, contextlib.suppress(OSError):
             handle = files.open_file(run / "lock", os.O_RDWR | os.O_CREAT)
-        except OSError:
-            return None
-        file = os.fdopen(handle, "r+", errors="replace")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with file:
+            file = opened.enter_context(os.fdopen(handle, "r+", errors="replace"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 return file.read(200).strip() or "unknown"
-        except OSError:
-            file.close()
-            return None
-        self.file = file
-        with contextlib.suppress(OSError):  # a full disk; whose lock it is, is only told
-            file.truncate(0)
+            self.file = file
+            opened.pop_all()  # it stays open
+            file.truncate(0)  # on a full disk the lock holds, without a name
             file.write(f"{os.getpid()} on {platform.node()}")
             file.flush()
         return None
 
     def lost(self, run: Path) -> bool:
-        """Whether the folder that was locked is no longer there, or another one is."""
+        """Whether the folder that was locked is gone or was replaced."""
         if self.file is None:
             return not run.is_dir()
         try:
@@ -63,6 +57,3 @@ class RunLock:
             with contextlib.suppress(OSError):
                 self.file.close()
             self.file = None
-
-    def __del__(self) -> None:
-        self.release()

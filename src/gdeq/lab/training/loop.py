@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import signal
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +21,17 @@ from gdeq.lab.files import LabError
 from gdeq.lab.tasks import registry
 from gdeq.lab.tasks.task import Task
 from gdeq.lab.training import checkpoint
+from gdeq.lab.training import optimization as optim
 from gdeq.lab.training.adapting import Controller, beginning, exhausted
 from gdeq.lab.training.config import Config, ConfigError, to_dict
 from gdeq.lab.training.convergence import ConvergenceWatch
-from gdeq.lab.training.folder import RunError, RunFolder
-from gdeq.lab.training.lock import RunLock
+from gdeq.lab.training.folder import RunError, RunFolder, device_name
 from gdeq.lab.training.metrics import Sums
-from gdeq.lab.training.optimization import (
-    averaged,
-    build_optimizer,
-    learning_rate,
-    restore_moments,
-    set_rate,
-)
 from gdeq.lab.training.precision import caution, precision
 from gdeq.lab.training.process import Process
 from gdeq.lab.training.progress import Silent
 from gdeq.lab.training.recordings import Recordings
-from gdeq.lab.training.records import Recorder, Story, unrolled_steps
+from gdeq.lab.training.records import Records
 from gdeq.lab.training.stopping import (
     DivergedError,
     Interrupted,
@@ -49,7 +42,8 @@ from gdeq.lab.training.stopping import (
 )
 from gdeq.options import count
 
-# A gradient without a VJP pays for the measurement with a fraction of an evaluation of f.
+# Gradients without VJPs (JFB, plain GDEQ) are measured at one step in ten: the measurement would
+# cost them part of an evaluation of f at every step.
 SELDOM = 10
 __all__ = ["DivergedError", "Interrupted", "Trainer", "TrainingError", "measures", "precision"]
 
@@ -67,41 +61,38 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.model = self.task.model().to(device)
         self.deq = _deq_of(self.model, self.task)
-        self.deq.warns = False  # the share of samples that converge is in the log
-        if process.rank:  # the same weights everywhere, but dropout masks of its own
+        self.deq.warns = False  # the log already shows how many samples converge
+        if process.rank:  # equal weights in all processes, different dropout masks
             torch.manual_seed(config.seed + 1_000_003 * process.rank)
-        self.average = averaged(self.model, config.ema) if config.ema else None
+        self.average = optim.averaged(self.model, config.ema) if config.ema else None
         self.wrapped: nn.Module = self.model
         if process.world_size > 1:
             ids = [device.index] if device.type == "cuda" else None
             self.wrapped = DistributedDataParallel(self.model, device_ids=ids)
-        self.optimizer = build_optimizer(config, self.model)
+        self.optimizer = optim.build_optimizer(config, self.model)
         self.total = config.epochs * len(self.train_batches)
         self.step = 0
         adapt = config.adapt
         self.controller = Controller(adapt, config.residual_weight) if adapt.enabled else None
-        self.told: int | None = None  # the epoch of its last warning
-        # Between several GPUs gradients are exchanged by threads that no graph sees.
+        self.told: int | None = None  # the epoch of the controller's last warning
+        # Several GPUs exchange gradients in threads that a CUDA graph cannot record.
         alone = device.type == "cuda" and process.world_size == 1
         self.recordings = Recordings(config.graph and alone, adapt.enabled)
-        self.penalised = False  # the step under way has the residual penalty
-        self.measured = True  # its gradient's residual is
-        # The penalty's weight, where a recorded step reads it.
+        self.penalised = False  # whether this step has the residual penalty
+        self.measured = True  # whether this step measures its backward residual
+        # A tensor, so that a recorded step sees its changes.
         self.penalty_weight = torch.zeros((), device=device)
-        self.seconds = 0.0  # spent training, over all pieces of the run
+        self.seconds = 0.0  # of training so far, also before a resume
         metric = self.task.metric
         self.sums, self.test_sums = Sums(device, metric), Sums(device, metric)  # of this epoch
         self.saved_at = time.monotonic()
         self.stop = StopRequest(patience=20.0 if process.world_size > 1 else 2.0)
-        self.proceed: str | None = None  # the command that goes on, where it is not --resume
-        self.asked_to_stop = False  # by a signal that came too late to cut the training short
+        self.proceed = ""  # the command that continues after a stop
         self.convergence = ConvergenceWatch(config)
-        self.run_lock = RunLock()
-        self.recorder: Recorder | None = None  # of the first process, while it trains
-        self.story = Story()
+        self.records = Records(run, config)
 
     def _batches(self) -> tuple[Any, Any]:
-        """Of training, and of the test."""
+        """The batches of the training set and of the test set."""
         size, samples = self.config.batch_size, len(self.task.data.train[0])
         if size > samples:
             raise ConfigError(
@@ -116,24 +107,13 @@ class Trainer:
 
     @property
     def evaluated(self) -> nn.Module:
-        """The averaged weights where there are any."""
+        """The model that is tested: the averaged one if weights are averaged."""
         return self.model if self.average is None else self.average.module
 
     # -- state -----------------------------------------------------------------------------------
 
-    def lock(self) -> None:
-        """Keep others out of the run folder until `fit` ends.  All processes call it."""
-        holder = (self.run_lock.take(self.run.path) if self.process.first else None) or ""
-        holder = self.process.agree(holder)
-        if holder:
-            raise RunError(
-                f"{self.run.path} is being trained already, by process {holder}: wait until it "
-                f"ends, or stop it (SIGTERM saves first) and then `gdeq train --resume "
-                f"{self.run.path}`"
-            )
-
     def state(self) -> dict[str, Any]:
-        """All processes call it: each has a random state and sums of its own."""
+        """All that a resume needs.  Every process must call this: each has its own random state."""
         return {
             "step": self.step,
             "seconds": self.seconds,
@@ -143,39 +123,23 @@ class Trainer:
             "averaged": self.average.state_dict() if self.average else None,
             "optimizer": self.optimizer.state_dict(),
             "adapt": self.controller.state() if self.controller else None,
-            "story": self.story.state(),
+            "records": self.records.state(),
             **self.process.random_state(),
             "metrics_size": self.run.size(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """All processes call it, with the same state."""
-        self.lock()  # before anything in the folder is touched
-        with self.fitting():
-            self.take_over(state)
-            metrics_size = state["metrics_size"]
-        self.process.wait()  # until the last one has read the folder
-        if self.process.first:
-            for place in checkpoint.set_aside(self.run.path, newer_than=self.step):
-                self.progress.say(f"the damaged checkpoint is now {place.name}")
-            self.run.cut(metrics_size, self.progress.say)
-
-    @contextlib.contextmanager
-    def fitting(self) -> Iterator[None]:
-        """What goes wrong inside is a checkpoint of another model."""
+        """Take over what a checkpoint holds.  Every process must call this with the same state."""
         try:
-            yield
-        except LabError:
-            self.run_lock.release()
-            raise
+            self._restore(state)
         except (LookupError, RuntimeError, TypeError, ValueError) as problem:
-            self.run_lock.release()
+            if isinstance(problem, LabError):
+                raise
             raise checkpoint.CheckpointError(
                 f"the checkpoint of {self.run.path} does not fit its configuration: {problem}"
             ) from problem
 
-    def take_over(self, state: dict[str, Any]) -> None:
-        """What a checkpoint holds; the run folder is left alone."""
+    def _restore(self, state: dict[str, Any]) -> None:
         self.step, self.seconds = state["step"], state["seconds"]
         if self.step > self.total:
             least = -(-self.step // len(self.train_batches))
@@ -188,36 +152,28 @@ class Trainer:
         checkpoint.load_weights(self.model, state["model"])
         if self.average is not None:
             checkpoint.load_weights(self.average, state["averaged"])
-        self.story.restore(state["story"])
-        restore_moments(self.optimizer, state["optimizer"])
+        self.records.restore(state["records"])
+        optim.restore_moments(self.optimizer, state["optimizer"])
         if self.controller is not None and state["adapt"] is not None:
             self.controller.restore(state["adapt"], self.step / self.total)
         self.process.restore_random_state(state)
 
     def save(self) -> None:
         check_finite(self.sums.read(self.process)["loss"], self.step, self.run.path)
-        # The loss is from before the last update: that may have spoilt the weights.
+        # The loss was computed before the last update, which may have made weights infinite.
         if not torch.stack([p.isfinite().all() for p in self.model.parameters()]).all():
             check_finite(math.nan, self.step, self.run.path)
         state = self.state()
         if self.process.first:
-            self.guard()
-            self.run.sync()
-            checkpoint.save(self.run.path, self.step, state, to_dict(self.config))
+            self.run.save(state, self.config)
         self.process.wait()
         self.saved_at = time.monotonic()
 
-    def guard(self) -> None:
-        """Nothing may be written to a folder that is not the one of the beginning."""
-        if self.run_lock.lost(self.run.path):
-            raise RunError(
-                f"{self.run.path} was moved or deleted while it was being trained: nothing more is "
-                "written; continue it where it is now with `gdeq train --resume`"
-            )
-
     def notes(self) -> list[str]:
-        """What its settings come to, where that is not plain from them."""
-        first, found = self.config.pretrain_steps, list(self.task.notes())
+        """Lines to print before the first step: warnings, and what the settings amount to."""
+        first = self.config.pretrain_steps
+        warning = caution(self.config, self.process.device)
+        found = [*([warning] if warning else []), *self.task.notes()]
         if first >= self.total:
             found.append(
                 f"warning: all {count(self.total, 'step')} are unrolled, none has a solver: lower "
@@ -228,7 +184,7 @@ class Trainer:
         return found
 
     def whereabouts(self) -> str:
-        """Where a resumed run goes on."""
+        """Where a resumed run continues, as a sentence."""
         if self.step == self.total:
             return f"step {self.total} of {self.total} is done: only the end of the run is left"
         epoch = self.step // len(self.train_batches) + 1
@@ -236,35 +192,43 @@ class Trainer:
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self, more: bool = False, proceed: str | None = None) -> dict[str, Any]:
+        """Train to the end; returns the summary.
+
+        more: other runs follow.  A signal then raises `Interrupted` even if this run finishes.
+        proceed: the command to continue with after a stop, by default `gdeq train --resume`.
+        """
+        path = self.run.path
+        self.proceed = proceed or f"`gdeq train --resume {path}`"
         try:
-            self.lock()
-            return self._fit()
+            summary = self._fit()
         except OSError as problem:
-            raise unwritten(problem, self.run.path) from problem
+            raise unwritten(problem, path) from problem
         finally:
             self.progress.end()
-            if self.recorder is not None:
-                self.recorder.close()
-            self.run_lock.release()
-            # Or it outlives the group: its end would then wait, with Python's lock in hand, for a
-            # thread of the group that waits for that lock.
+            self.records.close()
+            # DistributedDataParallel must not outlive the process group.  Its destructor holds
+            # Python's lock and waits for a thread of the group, which waits for that lock.
             self.wrapped = self.model
+        if self.process.any(more and self.stop.caught is not None):
+            raise Interrupted(
+                self.stop.caught,
+                f"stopped after {path}, which is finished; the same command goes on with the rest",
+            )
+        return summary
 
     def _fit(self) -> dict[str, Any]:
         config, device = self.config, self.process.device
         if self.process.first:
-            self.recorder = Recorder(self.run, self.step)
+            self.records.open(self.step)
         title = f"{self.task.title_of(config)} {config.gradient.name}"
         self.progress.begin(title, self.total, self.step, self.task.metric)
-        self._say(caution(config, device))
         for text in self.notes():
-            self._say(text)
-        if self.process.world_size > 1:  # some ways to be lost leave nobody who could say it
-            self._say(f"if a process is lost: `gdeq train --resume {self.run.path}`")
+            self.progress.say(text)
+        if self.process.world_size > 1:  # if all processes die, none can say it later
+            self.progress.say(f"if a process is lost: `gdeq train --resume {self.run.path}`")
         with self.stop, precision(config, device):
             self._epochs()
-        self.asked_to_stop = self.process.any(self.stop.caught is not None)
         return self._finish()
 
     def _epochs(self) -> None:
@@ -284,9 +248,9 @@ class Trainer:
         while upcoming is not None:
             at, batch = upcoming
             self.one_step(*batch)
-            upcoming = next(batches, None)  # made while the device is at work on the step
+            upcoming = next(batches, None)  # prepared while the device still works on the step
             logging = self.step % self.config.log_every == 0
-            # Not after the last step: who resumes there would miss the end of the epoch.
+            # Not after the last step, or a resume would skip the end of the epoch.
             saving = at + 1 < per_epoch and self._must_save()
             looking = self._must_look()
             if not (logging or looking or saving):
@@ -310,19 +274,16 @@ class Trainer:
         self.seconds += self._clock() - watch
 
     def _clock(self) -> float:
-        """It stands still while a step is recorded."""
+        """Seconds, without the time spent recording steps."""
         return time.perf_counter() - self.recordings.seconds
 
     def _interrupted(self) -> Interrupted:
-        proceed = self.proceed or f"`gdeq train --resume {self.run.path}`"
-        return Interrupted(
-            self.stop.caught or signal.SIGTERM,
-            f"stopped at step {self.step}; continue with {proceed}",
-        )
+        text = f"stopped at step {self.step}; continue with {self.proceed}"
+        return Interrupted(self.stop.caught, text)
 
     def _must_save(self) -> bool:
         if self.process.world_size > 1 and self.step % self.config.log_every:
-            return False  # asking the others costs a message: not at every step
+            return False  # asking the other processes costs a message
         late = time.monotonic() - self.saved_at >= self.config.checkpoint_seconds
         return self.process.any(self.stop.caught is not None or late)
 
@@ -332,10 +293,10 @@ class Trainer:
         return self.step - self.config.pretrain_steps >= self.controller.every
 
     def _adapt(self, epoch: int) -> None:
-        """All processes call it, and measure and choose the same."""
+        """Let the controller decide.  Every process must call this, and all decide the same."""
         assert self.controller is not None
         figures = self.sums.read_since_look(self.process)
-        if figures is None:  # nothing was measured since, as where a resume has just begun
+        if figures is None:  # nothing was measured yet, as right after a resume
             return
         self.sums.look()
         measured = {name: figures[name] for name in ("residual", "batch_error")}
@@ -345,25 +306,23 @@ class Trainer:
             record = {"kind": "adapt", "step": self.step, "epoch": epoch + 1}
             judged = zip(measured, self.controller.above, strict=True)
             why = {"above_target": [name for name, high in judged if high]}  # none: room to spare
-            self._write({**record, **choice.figures(), **measured, **why})
+            self.records.add({**record, **choice.figures(), **measured, **why})
         if any(self.controller.exhausted) and epoch != self.told:
             self.told = epoch
             for text in exhausted(self.step, self.controller.exhausted, residual, error):
-                self._say(text)
+                self.progress.say(text)
 
     def _in_use(self) -> dict[str, Any]:
-        """For the records: what the controller has chosen, where there is one."""
+        """What the controller has chosen, for the records; empty without a controller."""
         return self.controller.choice.figures() if self.controller is not None else {}
 
     # -- one step --------------------------------------------------------------------------------
 
     def one_step(self, *batch: Tensor) -> None:
         self._prepare(self.step)
-        unrolled = self.deq.solver is None
-        way: tuple[Any, ...] = (unrolled, self.penalised, self.measured)
-        if self.controller is not None and not unrolled:
-            choice = self.controller.choice
-            way += (choice.steps, choice.refine)
+        way: tuple[Any, ...] = (self.deq.solver is None, self.penalised, self.measured)
+        if self.controller is not None and self.deq.solver is not None:
+            way += (self.controller.choice.steps, self.controller.choice.refine)
         self.recordings.rehearse(self._compute, way, self._changed, *batch)
         self.recordings.run(self._compute, way, *batch)
         if self.average is not None:
@@ -385,22 +344,21 @@ class Trainer:
             deq.solver, deq.gradient = None, Unrolled(config.pretrain_layers)
         elif self.controller is not None:
             choice = self.controller.choice
-            deq.solver = choice.solver(config)
-            deq.gradient = choice.gradient(config)
+            deq.solver, deq.gradient = choice.solver(config), choice.gradient(config)
         else:
             deq.solver, deq.gradient = config.solver.build(), config.gradient.build()
 
     def _prepare(self, step: int) -> None:
-        """All that depends on the number of the step; what is a number goes into its tensor."""
+        """Set what depends on the number of the step; a recorded step reads it from tensors."""
         config = self.config
         torch.clear_autocast_cache()  # its half-precision copies are of the weights before a step
         self.set_phase(step)
         if step == config.pretrain_steps:
-            self.sums.look()  # what went before says nothing of the solver
+            self.sums.look()  # measurements of unrolled steps say nothing about the solver
         weight = config.residual_weight
         if self.controller is not None:
             weight = self.controller.choice.residual_weight
-        # Unrolled, there is no equilibrium to speak of.
+        # An unrolled step has no equilibrium, so no penalty either.
         solved = step >= config.pretrain_steps
         self.penalised = solved and weight > 0 and step % config.residual_every == 0
         if self.penalised:
@@ -409,16 +367,16 @@ class Trainer:
         measured = measures(config, step, SELDOM if plain else 1)
         if plain and measured:
             self.deq.gradient = Measured(self.deq.gradient)
-        # (Of DistributedDataParallel all gradients are asked for, in the way it knows.)
+        # (DistributedDataParallel needs a plain backward(), which always measures.)
         self.measured = measured or self.wrapped is not self.model
-        set_rate(self.optimizer, learning_rate(config, step, self.total))
+        optim.set_rate(self.optimizer, optim.learning_rate(config, step, self.total))
         self.model.train()
 
     def _compute(self, x: Tensor, *targets: Tensor) -> None:
-        """The step itself: reads and writes tensors that stay where they are, waits for nothing."""
+        """The step itself: it uses tensors that stay in place, and never waits for the device."""
         model, task = self.model, self.task
         with contextlib.ExitStack() as opened:
-            if self.penalised:  # the f that was solved: with its dropout masks and its inputs
+            if self.penalised:  # the penalty is on the f that was solved: same masks and inputs
                 opened.enter_context(hold(self.deq.cell))
                 inputs = opened.enter_context(deq_inputs(model, task))
             output = self.wrapped(x)
@@ -426,10 +384,11 @@ class Trainer:
             if self.penalised:
                 objective = loss + self.penalty_weight * self._penalty(*inputs[0])
         self.optimizer.zero_grad(set_to_none=True)
-        # The way down to z, which measures the residual, is none to the parameters.
+        # With the parameters alone there is no pass down to z, which measures the residual.
         parameters = [p for p in model.parameters() if p.requires_grad]
         objective.backward(inputs=None if self.measured else parameters)
-        self.clip_gradients()
+        if self.config.optimizer.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, self.config.optimizer.clip)
         self.optimizer.step()
         self._add(self.sums, loss, output, targets, self.deq)
         task.advance(model)
@@ -441,10 +400,6 @@ class Trainer:
         with torch.no_grad():
             sums.add(loss.detach(), self.task.score(output, *targets), deq.solution)
 
-    def clip_gradients(self) -> None:
-        if self.config.optimizer.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip)
-
     def _penalty(self, *inputs: Any) -> Tensor:
         deq = self.deq
         assert deq.solution is not None
@@ -452,26 +407,17 @@ class Trainer:
 
     # -- what it tells ---------------------------------------------------------------------------
 
-    def _say(self, text: str | None) -> None:
-        if text is not None:
-            self.progress.say(text)
-
     def _log(self, epoch: int, figures: dict[str, float]) -> None:
         check_finite(figures["loss"], self.step, self.run.path)
         figures |= self._in_use()
         self.progress.step(self.step, figures)
         record = {"kind": "step", "step": self.step, "epoch": epoch + 1, **figures}
-        record["lr"] = learning_rate(self.config, self.step - 1, self.total)
-        self._write(record)
-        if not unrolled_steps(record, self.config):
+        record["lr"] = optim.learning_rate(self.config, self.step - 1, self.total)
+        self.records.add(record)
+        if not self.records.has_unrolled(record):
             target = self.controller.forward.target if self.controller else None
-            self._say(self.convergence.warning(epoch, self.step, figures["residual"], target))
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self.story.note(record, self.config)
-        if self.recorder is not None:
-            self.guard()
-            self.recorder.write(record)
+            for text in self.convergence.warnings(epoch, self.step, figures["residual"], target):
+                self.progress.say(text)
 
     def _end_of_epoch(self, epoch: int) -> None:
         train = self.sums.read(self.process)
@@ -481,16 +427,13 @@ class Trainer:
         test: dict[str, Any] = self.evaluate() if tested else {"loss": None, metric.name: None}
         told = ("solver_steps", "residual", "backward_residual", "backward_error", "batch_error")
         record = {
-            "kind": "epoch",
-            "epoch": epoch + 1,
-            "step": self.step,
-            "seconds": self.seconds,
+            **{"kind": "epoch", "epoch": epoch + 1, "step": self.step, "seconds": self.seconds},
             **{f"train_{name}": train[name] for name in ("loss", metric.name)},
             **{f"test_{name}": test[name] for name in ("loss", metric.name)},
             **{name: train[name] for name in told},
             **self._in_use(),
         }
-        self._write(record)
+        self.records.add(record)
         if tested:
             self.progress.say(
                 f"epoch {epoch + 1}/{self.config.epochs}: test {metric.text(test[metric.name])}, "
@@ -501,7 +444,7 @@ class Trainer:
         timer = self.config.checkpoint_seconds
         late = time.monotonic() - self.saved_at >= min(max(10.0, timer / 6), timer)
         stop = self.process.any(self.stop.caught is not None)
-        # After the first one always: of a short run that is killed, something is left.
+        # Always after the first epoch, so that a short run that is killed leaves a checkpoint.
         if self.step == self.total or stop or epoch == 0 or self.process.any(late):
             self.save()
         if stop and self.step < self.total:
@@ -509,12 +452,12 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Means over the test set, by the averaged weights where there are any."""
+        """Means over the test set, with the averaged weights if there are any."""
         model = self.evaluated
         torch.clear_autocast_cache()
         model.eval()
-        # Adapted, not with more steps than it is trained with: an f that is not an equilibrium
-        # within them is another function with more.
+        # With the steps of training: more of them would compute another function wherever those
+        # do not reach the equilibrium.
         self.set_phase(self.step - 1)
         deq = _deq_of(model, self.task)
         deq.solver, deq.gradient = self.deq.solver, self.deq.gradient
@@ -529,30 +472,41 @@ class Trainer:
                 with eager():  # one batch of another size is not worth a compilation
                     self._test(*batch)
         found = self.test_sums.read(self.process)
-        backward = {name for name, _ in self.test_sums.BACKWARD}  # there was no such pass
+        backward = {name for name, _ in self.test_sums.BACKWARD}  # a test has no backward pass
         return {name: value for name, value in found.items() if name not in backward}
 
     def _test(self, x: Tensor, *targets: Tensor) -> None:
-        torch.clear_autocast_cache()  # or a recording would keep what the first batches left there
+        torch.clear_autocast_cache()  # else a recording would keep stale copies
         output = self.evaluated(x)
         loss = self.task.losses(output, *targets).mean()
         self._add(self.test_sums, loss, output, targets, _deq_of(self.evaluated, self.task))
         self.task.advance(self.evaluated)
 
     def _finish(self) -> dict[str, Any]:
-        if not self.process.first:  # the files are the first one's
+        if not self.process.first:  # only the first process writes files
             return {}
-        self.guard()
-        parameters = sum(p.numel() for p in self.model.parameters())
-        told = self.story.summary(self.config, self.process, self.task.metric) | {
+        config, metric, last = self.config, self.task.metric, self.records.last
+        summary = {
+            metric.key: last[metric.key],
+            "metric": asdict(metric),
+            "task": config.task,
+            "epochs": config.epochs,
+            "gradient": config.gradient.name,
+            "pretrain": config.pretrain_steps > 0,
+            "adaptive": config.adapt.enabled,
+            "seed": config.seed,
+            "ms_per_step": self.records.ms_per_step(),
+            "device": device_name(self.process.device),
+            "steps": last["step"],
+            "processes": self.process.world_size,
             "train_seconds": self.seconds,
             "recording_seconds": self.recordings.seconds,  # compiling too; not in train_seconds
-            "parameters": parameters,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
             "test_samples": len(self.task.data.test[0]),
         }
         self._write_weights("weights.safetensors")
-        self.run.write("summary.json", json.dumps(told, indent=1))
-        return told
+        self.run.write("summary.json", json.dumps(summary, indent=1))
+        return summary
 
     def _write_weights(self, name: str) -> None:
         about = {"config": to_dict(self.config), "choice": self._in_use() or None}
@@ -560,15 +514,15 @@ class Trainer:
 
 
 def measures(config: Config, step: int, least: int = 1) -> bool:
-    """Whether the residual of w is measured at this step: one of so many, of ``least`` at least."""
+    """Whether this step measures the residual of w: one in ``measure_every``, or in ``least``."""
     every = max(config.measure_every, least)
-    # Not always at the steps that have a penalty: one step later each time.
+    # One step later each time, or it would always meet the steps that have a penalty.
     return (step - step // every) % every == 0
 
 
 @contextlib.contextmanager
 def deq_inputs(model: nn.Module, task: Task[Any]) -> Iterator[list[tuple[Any, ...]]]:
-    """What the model's DEQ is called with while this is open."""
+    """Collect the inputs that the model's DEQ is called with."""
     seen: list[tuple[Any, ...]] = []
     injector = task.injector(model)
     if injector is None:
@@ -590,12 +544,12 @@ def _deq_of(model: nn.Module, task: Task[Any]) -> DEQ:
             f"the model of {task.name} must have its equilibrium layer, a gdeq.DEQ, as the "
             "attribute deq"
         )
-    found.eval_solver = None  # the run's settings say how it is solved, in a test too
+    found.eval_solver = None  # tests use the solver of the run's settings, too
     return found
 
 
 def _test_batch(samples: int, training: int, processes: int) -> int:
-    """At least 256, or as large as in training; if one near that leaves no rest, that one."""
+    """At least 256 and the training's batch size; if possible a divisor of the test set."""
     least = -(-max(256, training) // processes) * processes
     whole = [size for size in range(least, 2 * least + 1, processes) if samples % size == 0]
     return whole[0] if whole else least

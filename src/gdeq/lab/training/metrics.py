@@ -1,4 +1,4 @@
-"""What a step tells of itself, summed where it is computed."""
+"""Running sums of what each step measures, kept on the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from gdeq.solution import Solution, mean_by_share
 class Sums:
     """Running sums on the device, always in the same tensor.
 
-    Three of them, each from its own beginning: a number that is not finite is in what it was
-    measured for, and not in what comes after.  Reading them is the only time the loop waits for
-    the device.
+    There are three rows, each cleared on its own: a number that is not finite spoils its own
+    window and not the next one.  Reading them is the only time the loop waits for the device.
 
-    metric: what the mean score is read as.
+    metric: turns the mean score into what is reported.
     """
 
-    # What is known of w, each with the number of samples that have it.
+    # Measurements of w, each with the number of samples that have it.
     BACKWARD = (
         ("backward_residual", "measured"),
         ("backward_error", "estimated"),
@@ -52,23 +51,23 @@ class Sums:
         residual, error, each = record.residual, record.error, record.sample_error
         nothing = [torch.zeros_like(samples)] * 2
         found += nothing if residual is None else [residual.sum(dtype=wide), samples]
-        # Of a w that is far off, 1 says enough, and keeps the mean one.
+        # At most 1 per sample, so that a few bad ones do not hide the others in the mean.
         found += nothing if error is None else [error.clamp(max=1.0).sum(dtype=wide), samples]
         if each is not None:
             found += [mean_by_share(each.clamp(max=1.0), record.length) * samples, samples]
         self.values[:, : len(found)].add_(torch.stack(found))
 
     def clear(self) -> None:
-        """An epoch begins.  What is looked at goes on: steps between looks pass over epochs."""
+        """Begin an epoch.  The window of the controller goes on across epochs."""
         self.values[self.EPOCH].zero_()
         self.mark()
 
     def mark(self) -> None:
-        """From here on counts what `read` gives with ``since_mark``."""
+        """Begin the window that `read` gives with ``since_mark``."""
         self.values[self.LOG].zero_()
 
     def look(self) -> None:
-        """From here on counts what `read_since_look` gives."""
+        """Begin the window that `read_since_look` gives."""
         self.values[self.LOOK].zero_()
 
     def read(self, process: Process, since_mark: bool = False) -> dict[str, float]:
@@ -76,7 +75,7 @@ class Sums:
         return self._means(self._over_all(process, self.LOG if since_mark else self.EPOCH))
 
     def read_since_look(self, process: Process) -> dict[str, float] | None:
-        """None where nothing is known of the gradient since."""
+        """None if no gradient was measured in this window."""
         found = self._over_all(process, self.LOOK)
         return self._means(found) if found["judged"] else None
 
@@ -95,11 +94,11 @@ class Sums:
         return {"samples": samples, **means, self.metric.name: score, **backward}
 
     def state(self, process: Process) -> Tensor:
-        """Over all processes: how many there will be after a resume is not known."""
+        """The sum over all processes, as a resume may have another number of them."""
         return process.sum(self.values.clone())
 
     def restore(self, state: Tensor, process: Process) -> None:
-        """The first process takes what all had, the others nothing: the sum stays what it was."""
+        """The first process takes all of it, the others nothing, so that the sum stays the same."""
         self.values.zero_()
         if process.first:
             self.values.copy_(state)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from gdeq.lab.training.muon import Muon, split
-from gdeq.lab.training.settings import Config, OptimizerConfig
+from gdeq.lab.training.settings import Config
 
 
 def learning_rate(config: Config, step: int, total: int) -> float:
@@ -33,14 +33,21 @@ def learning_rate(config: Config, step: int, total: int) -> float:
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     choice = config.optimizer
-    named = [p for p in model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in named if p.dim() > 1], "weight_decay": choice.weight_decay},
-        {"params": [p for p in named if p.dim() <= 1], "weight_decay": 0.0},
+    params = [p for p in model.parameters() if p.requires_grad]
+    decayed: dict[str, Any] = {"weight_decay": choice.weight_decay}
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], **decayed},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
     ]
     if choice.name == "muon":
-        groups = _muon_groups(choice, model)
-    device = named[0].device
+        inner, outer, rest = split(model)
+        share = choice.adam_lr / choice.lr
+        groups = [
+            {"params": inner, **decayed, "orthogonal": True},
+            {"params": outer, **decayed, "rate_share": share},
+            {"params": rest, "weight_decay": 0.0, "rate_share": share},
+        ]
+    device = params[0].device
     on_gpu = device.type == "cuda"
     if on_gpu:
         for group in groups:
@@ -50,27 +57,12 @@ def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
         return Muon(groups, choice.lr, choice.momentum)
     if choice.name == "adam":
         return torch.optim.AdamW(groups, lr=choice.lr, fused=fused, capturable=on_gpu)
-    return torch.optim.SGD(
-        groups,
-        lr=choice.lr,
-        momentum=choice.momentum,
-        nesterov=choice.momentum > 0,
-        fused=fused,
-    )
-
-
-def _muon_groups(choice: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]]:
-    inner, outer, rest = split(model)
-    decay, share = choice.weight_decay, choice.adam_lr / choice.lr
-    return [
-        {"params": inner, "weight_decay": decay, "orthogonal": True},
-        {"params": outer, "weight_decay": decay, "rate_share": share},
-        {"params": rest, "weight_decay": 0.0, "rate_share": share},
-    ]
+    momentum: dict[str, Any] = {"momentum": choice.momentum, "nesterov": choice.momentum > 0}
+    return torch.optim.SGD(groups, lr=choice.lr, fused=fused, **momentum)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """rate: of the groups that have no share of it as theirs."""
+    """rate: for groups without a ``rate_share``; the others get that share of it."""
     for group in optimizer.param_groups:
         own = rate * group.get("rate_share", 1.0)
         if isinstance(group["lr"], Tensor):
@@ -80,23 +72,23 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def restore_moments(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """Moments from a checkpoint, options as configured now: they may have been changed."""
+    """Take the moments from a checkpoint, but the options from the configuration of now."""
     rates = [group["lr"] for group in optimizer.param_groups]
     options = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({**saved, "param_groups": options})
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate  # loading made a copy; who reads the tensor of before must not miss it
+        group["lr"] = rate  # the same tensor as before, which a recorded step reads
     for parameter, kept in optimizer.state.items():
         for name, value in kept.items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                # A fused update goes through the memory of both side by side.
+                # A fused update needs the same memory layout for both.
                 kept[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def averaged(model: nn.Module, decay: float) -> AveragedModel:
-    """Begins with the weights after the first step, and soon counts few steps, later ``decay``.
+    """Averaged weights, which start from those after the first step; the decay grows to ``decay``.
 
-    Its update is no part of a recorded step: the number of updates is the host's.
+    The update is not part of a recorded step, since the host counts the updates.
     """
     kept: AveragedModel
 

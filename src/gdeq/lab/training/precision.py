@@ -30,7 +30,7 @@ def arithmetic(name: str, kind: str) -> Iterator[None]:
 def precision(config: Config, device: torch.device) -> Iterator[None]:
     """TF32 or bf16 where asked; solvers stay in float32."""
     tuned = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = device.type == "cuda"  # the shapes stay, so trying pays
+    torch.backends.cudnn.benchmark = device.type == "cuda"  # shapes stay the same
     try:
         with arithmetic(config.precision, device.type):
             yield
@@ -39,10 +39,9 @@ def precision(config: Config, device: torch.device) -> Iterator[None]:
 
 
 def caution(config: Config, device: torch.device) -> str | None:
-    """To be said before the first step: an illegal instruction ends a process without a word."""
-    if config.precision != "bf16" or device.type != "cpu":
-        return None
-    return slow_on_a_cpu("precision=float32")
+    """A warning to print before the first step, since an illegal instruction gives no message."""
+    slow = config.precision == "bf16" and device.type == "cpu"
+    return slow_on_a_cpu("precision=float32") if slow else None
 
 
 def slow_on_a_cpu(better: str) -> str:

@@ -1,4 +1,4 @@
-"""One process or many: who this one is, and sums over all of them."""
+"""One process or several: which one this is, and what they exchange."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Process:
         return values
 
     def lost_another(self, problem: RuntimeError) -> bool:
-        """Whether it is the error of a message that did not come through."""
+        """Whether this error means that another process did not answer."""
         said = str(problem).lower()
         signs = ("gloo", "nccl", "connection", "timed out")
         return self.world_size > 1 and (
@@ -57,7 +57,7 @@ class Process:
         return torch.stack(parts).cpu()
 
     def agree(self, text: str) -> str:
-        """What the first process says: a name made of the time may differ by a second."""
+        """The text of the first process, such as a name made from the time."""
         if self.world_size == 1:
             return text
         said = [text]
@@ -65,7 +65,7 @@ class Process:
         return said[0]
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up in any process; all of them learn the same."""
+        """Whether the flag is set in any process; the answer is the same in all."""
         if self.world_size == 1:
             return flag
         raised = torch.tensor(float(flag), device=self.device)
@@ -73,7 +73,7 @@ class Process:
         return bool(raised.item())
 
     def random_state(self) -> dict[str, Tensor | None]:
-        """One row for each process, of dropout masks and noise; all of them call it."""
+        """Random states, one row per process.  Every process must call this."""
         cuda = self.device.type == "cuda"
         return {
             "rng": self.gather(torch.get_rng_state()),
@@ -81,7 +81,7 @@ class Process:
         }
 
     def restore_random_state(self, state: dict[str, Any]) -> None:
-        """Go on as if nothing had happened; a process that was not there before begins anew."""
+        """Continue the random numbers.  A process that did not exist before keeps its own."""
         rng, cuda_rng = state["rng"], state["cuda_rng"]
         if self.rank >= len(rng):
             return
@@ -90,10 +90,11 @@ class Process:
             torch.cuda.set_rng_state(cuda_rng[self.rank].clone(), self.device)
 
 
-def start(device: str, timeout: float = 600.0) -> Process:
+def start(device: str, option: str = "device=", timeout: float = 600.0) -> Process:
     """Join the group that `torchrun` made, if it did.
 
-    timeout: seconds after which one who does not answer counts as lost.
+    option: what the user chose the device with, for the advice in an error.
+    timeout: seconds after which a process that does not answer counts as lost.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -102,19 +103,22 @@ def start(device: str, timeout: float = 600.0) -> Process:
     try:
         chosen = torch.device(device)
     except RuntimeError:
-        chosen = None
-    if chosen is None or chosen.type not in ("cpu", "cuda"):
-        raise DeviceError(f"there is no device {device!r}: write cpu, cuda or cuda:0")
+        chosen = torch.device("meta")
+    if chosen.type not in ("cpu", "cuda"):
+        raise DeviceError(
+            f"there is no device {device!r}: write cpu, cuda or cuda:0; use {option}cpu"
+        )
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
             raise DeviceError(
-                "device=cuda was asked for, but PyTorch sees no GPU here; use device=cpu or "
-                "device=auto, or install a CUDA build of PyTorch"
+                f"{option}cuda was asked for, but PyTorch sees no GPU here; use {option}cpu or "
+                f"{option}auto, or install a CUDA build of PyTorch"
             )
         index = chosen.index if chosen.index is not None else local
         if index >= torch.cuda.device_count():
             raise DeviceError(
-                f"there is no GPU {index}: this machine has {torch.cuda.device_count()}"
+                f"there is no GPU {index}: this machine has {torch.cuda.device_count()}; use "
+                f"{option}cpu"
             )
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)

@@ -29,17 +29,12 @@ class Silent:
 class Lines(Silent):
     """One line every few seconds, for logs."""
 
-    def __init__(self, every: float = 5.0) -> None:
-        self.every = every
-        self.last = 0.0
-        self.total = 0
-        self.began = 0.0
-        self.first = 0
+    every = 5.0  # seconds
 
     def begin(self, title: str, total: int, done: int, metric: Metric) -> None:
         super().begin(title, total, done, metric)
         self.say(title)
-        self.total, self.first, self.began = total, done, time.monotonic()
+        self.total, self.first, self.began, self.last = total, done, time.monotonic(), 0.0
 
     def step(self, done: int, figures: dict[str, float]) -> None:
         now = time.monotonic()
@@ -94,8 +89,7 @@ def shown(figures: dict[str, float], metric: Metric) -> str:
         "ms": "{:.0f} ms/step",
     }
     parts = [text.format(figures[key]) for key, text in formats.items() if key in figures]
-    if metric.name in figures:
-        parts.insert(1, metric.text(figures[metric.name]))
+    parts.insert(1, metric.text(figures[metric.name]))
     return "  ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""The steps of a training as CUDA graphs: one recording for each way that a step can go."""
+"""The steps of a training as CUDA graphs: one recording for each variant of a step."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from torch import Tensor
 from gdeq.fast.graphs import Captured, Memory
 from gdeq.fast.kernels.compiling import compile_ahead
 
-MOST = 16  # kept, the last ones used: their memory is shared, their kernels are not
-REHEARSALS = 4  # of a new way at most: warm-up, then the recording
+MOST = 16  # recordings kept, the last used: they share memory, but not kernels
+REHEARSALS = 4  # calls of a new variant at most: warm-up, then the recording
 
 
 class Recordings:
-    """enabled: else all work is done as it is.
-    shared: they take turns, and work in the same memory.
+    """Records and replays work.  Its ``way`` names the variant.
+
+    enabled: if not, all work runs eagerly.
+    shared: the recordings take turns, and share their memory.
     """
 
     def __init__(self, enabled: bool, shared: bool) -> None:
         self.enabled = enabled
         self.memory = Memory() if shared else None
         self.kept: dict[tuple[Any, ...], Captured] = {}
-        self.gone: set[tuple[Any, ...]] = set()  # ways that were recorded, kept or not
-        self.seconds = 0.0  # spent on rehearsals and recording, in which nothing was trained
+        self.gone: set[tuple[Any, ...]] = set()  # all ways that were ever recorded
+        self.seconds = 0.0  # spent on rehearsals and recording
 
     def run(self, work: Callable[..., None], way: tuple[Any, ...], *inputs: Tensor) -> None:
-        """The work on these inputs, by its recording where there is one."""
+        """Do the work on these inputs, by its recording if there is one."""
         if not self.enabled:
             work(*inputs)
             return
@@ -45,7 +47,7 @@ class Recordings:
         changed: Callable[[], Iterable[Tensor]],
         *inputs: Tensor,
     ) -> None:
-        """Of a way that is new: compile and record it, and leave all as it was.
+        """Compile and record a way that is new, then undo all its effects.
 
         So every step of a training is a replay, which takes as long as any other: what a GPU
         compiles and what is recorded is in `seconds` and in no step.
@@ -62,7 +64,9 @@ class Recordings:
             compile_ahead(lambda: work(*inputs))
         made = self._of(work, way)
         with torch.random.fork_rng(gpus):
-            self._until_recorded(made, work, way, inputs)
+            for _ in range(REHEARSALS):
+                if made.graph is None and made.reason is None:
+                    self.run(work, way, *inputs)
         with torch.no_grad():
             known = {id(tensor) for tensor, _ in saved}
             for tensor in changed():
@@ -73,18 +77,6 @@ class Recordings:
         torch.clear_autocast_cache()  # its copies are of the rehearsal's weights
         wait_for(gpus)
         self.seconds = before + time.perf_counter() - start
-
-    def _until_recorded(
-        self,
-        made: Captured,
-        work: Callable[..., None],
-        way: tuple[Any, ...],
-        inputs: tuple[Tensor, ...],
-    ) -> None:
-        for _ in range(REHEARSALS):
-            if made.graph is not None or made.reason is not None:
-                break
-            self.run(work, way, *inputs)
 
     def _of(self, work: Callable[..., None], way: tuple[Any, ...]) -> Captured:
         key = (work.__name__, *way)

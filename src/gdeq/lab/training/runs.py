@@ -6,15 +6,14 @@ import contextlib
 import json
 import math
 import os
-import signal
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
-from gdeq import Gradient, Solver
 from gdeq.lab.files import LabError
 from gdeq.lab.tasks import registry
 from gdeq.lab.training import checkpoint, process, progress
@@ -23,10 +22,11 @@ from gdeq.lab.training.config import Config, ConfigError
 from gdeq.lab.training.folder import RunError, RunFolder, device_name, read_metrics
 from gdeq.lab.training.loop import Trainer
 from gdeq.lab.training.precision import precision
-from gdeq.lab.training.similarity import methods_for, similarity, solver_for
-from gdeq.lab.training.stopping import Interrupted, TrainingError
+from gdeq.lab.training.similarity import METHODS, similarity, solver_for
+from gdeq.lab.training.stopping import TrainingError
 from gdeq.options import count
 
+Tell = Callable[[str], None]
 GRADIENTS = ("implicit", "jfb", "npg", "gdeq")
 MISSING, HALF, FINISHED = "missing", "half", "finished"  # the runs of a comparison
 DEEDS = {MISSING: "train into", HALF: "go on with", FINISHED: "keep"}
@@ -34,8 +34,8 @@ DEEDS = {MISSING: "train into", HALF: "go on with", FINISHED: "keep"}
 
 @contextlib.contextmanager
 def joined(config: Config, path: Path) -> Iterator[process.Process]:
-    """The group of processes while a run lasts; that one of them is lost is told in a sentence."""
-    me = start_on(config.device, timeout=config.timeout_seconds)
+    """Join the group of processes for a run; a lost process becomes a `TrainingError`."""
+    me = process.start(config.device, timeout=config.timeout_seconds)
     try:
         yield me
     except RuntimeError as problem:
@@ -50,34 +50,22 @@ def joined(config: Config, path: Path) -> Iterator[process.Process]:
         process.stop()
 
 
-def fit(trainer: Trainer, more: bool = False, proceed: str | None = None) -> dict[str, Any]:
-    """Train to the end.
+def train(
+    path: Path, config: Config, root: Path | None = None, tell: Tell = print, **manner: Any
+) -> dict[str, Any]:
+    """A new run in a new folder; returns its summary.
 
-    more: other runs come after it, which a signal stops even where this one came to its end.
-    proceed: what one who stopped it is told to continue with (None: `gdeq train --resume`).
+    manner: ``dry_run=True`` only says what would be done; the rest are options of `Trainer.fit`.
     """
-    trainer.proceed = proceed
-    summary = trainer.fit()
-    if more and trainer.asked_to_stop:
-        raise Interrupted(
-            trainer.stop.caught or signal.SIGTERM,
-            f"stopped after {trainer.run.path}, which is finished; the same command goes on "
-            "with the rest",
-        )
-    return summary
-
-
-def train(path: Path, config: Config, root: Path | None = None, **manner: Any) -> dict[str, Any]:
-    """A new run in a new folder.  manner: options of `fit`, for all three."""
     with joined(config, path) as me:
-        return _begin(me, path, config, root, **manner)
+        return _begin(me, path, config, root, tell, **manner)
 
 
 def resume(
     path: Path,
     root: Path | None = None,
     overrides: list[str] | None = None,
-    tell: Callable[[str], None] = print,
+    tell: Tell = print,
     **manner: Any,
 ) -> dict[str, Any]:
     """Go on where the newest whole checkpoint is; from the start if there is none yet.
@@ -86,46 +74,53 @@ def resume(
     """
     run, config = reopen(path, overrides)
     summary = run.finished(config.epochs)
-    if summary is not None:  # also where its device is not
+    if summary is not None:  # even if its device does not exist here
         tell(_finished(run, summary, config))
         return summary
     with joined(config, path) as me:
-        return _continue(me, run, config, root, **manner)
+        return _continue(me, run, config, root, tell, **manner)
 
 
 def train_or_resume(
-    path: Path,
-    config: Config,
-    root: Path | None = None,
-    tell: Callable[[str], None] = print,
-    **manner: Any,
+    path: Path, config: Config, root: Path | None = None, tell: Tell = print, **manner: Any
 ) -> dict[str, Any]:
     """Begin the run, or go on with it if it is there: what a restarted job calls again."""
     with joined(config, path) as me:
         state = me.agree(_state(path, config) if me.first else "")
         if state == MISSING:
-            return _begin(me, path, config, root, **manner)
+            return _begin(me, path, config, root, tell, **manner)
         run = RunFolder.open(path)
-        summary = run.finished(config.epochs) if state == FINISHED else None
-        if summary is None:
-            return _continue(me, run, config, root, **manner)
-        if me.first:
-            tell(_finished(run, summary, config))
-        return summary if me.first else {}
+        summary = run.finished(config.epochs)
+        if state == HALF or summary is None:
+            return _continue(me, run, config, root, tell, **manner)
+        if not me.first:
+            return {}
+        tell(_finished(run, summary, config))
+        return summary
 
 
 def _begin(
-    me: process.Process, path: Path, config: Config, root: Path | None, **manner: Any
+    me: process.Process,
+    path: Path,
+    config: Config,
+    root: Path | None,
+    tell: Tell,
+    dry_run: bool = False,
+    **manner: Any,
 ) -> dict[str, Any]:
-    path = Path(me.agree(str(path)))
+    run = RunFolder(Path(me.agree(str(path))))
     if me.first:
-        RunFolder.check_free(path)
+        run.check_free()
     # The data set and the model come first: a run that cannot start leaves no folder behind.
-    trainer = Trainer(config, RunFolder(path), me, progress.choose(me.first), root)
+    trainer = Trainer(config, run, me, progress.choose(me.first), root)
+    if dry_run:
+        kind = "which is there and holds nothing yet" if path.exists() else "a new folder"
+        return _describe(trainer, tell, f"would train into {path}, {kind}")
     if me.first:
-        trainer.run = RunFolder.create(path, config)
+        run.create(config)
     me.wait()
-    return fit(trainer, **manner)
+    with run.locked(me):
+        return trainer.fit(**manner)
 
 
 def _continue(
@@ -133,31 +128,60 @@ def _continue(
     run: RunFolder,
     config: Config,
     root: Path | None,
+    tell: Tell,
+    dry_run: bool = False,
     **manner: Any,
 ) -> dict[str, Any]:
     path, before = run.path, run.config()
-    _check_continuable(path)
+    begun = bool(checkpoint.available(path))
+    if not begun and (path / "summary.json").is_file():
+        raise RunError(
+            f"{path} was finished, and its checkpoints are not here: to continue it would be to "
+            f"begin anew, over its metrics; {_anew(path)}"
+        )
     view = progress.choose(me.first)
     trainer = Trainer(config, run, me, view, root)
-    trainer.lock()  # before the newest checkpoint is read: another process may be writing one
-    state = None
-    if checkpoint.available(path):
-        state = checkpoint.latest(path, view.say)
-        trainer.restore(state)
-        view.say(trainer.whereabouts())
-    else:
-        view.say("no checkpoint yet: starting from the beginning")
-        if me.first:
-            run.cut(0)
-    if me.first:
-        run.restore_config(before, view.say)
+    # Locked before the newest checkpoint is read: another process may be writing one.
+    with contextlib.nullcontext() if dry_run else run.locked(me):
+        say = tell if dry_run else view.say
+        state = checkpoint.latest(path, say, aside=me.first and not dry_run) if begun else None
+        told = ["no checkpoint yet: starting from the beginning"]
+        if state is not None:
+            trainer.restore(state)
+            told = [trainer.whereabouts()]
         if config != before:
-            view.say(_changed(run, config))
-            if state is not None:  # the next resume goes on with the same
-                checkpoint.save(path, state["step"], state, configs.to_dict(config))
-            run.write_config(config)
-    me.wait()
-    return fit(trainer, **manner)
+            changed = ", ".join(configs.differences(before, config))
+            told.append(f"from here on with {changed}")
+        if dry_run:
+            return _describe(trainer, tell, *told, f"would go on in {path}")
+        for text in told:
+            view.say(text)
+        me.wait()  # until the last one has read the folder
+        if me.first:
+            run.cut(0 if state is None else state["metrics_size"], view.say)
+            run.restore_config(before, view.say)
+            if config != before:
+                if state is not None:  # so that the next resume keeps the change
+                    run.save(state, config)
+                run.write_config(config)
+        me.wait()
+        return trainer.fit(**manner)
+
+
+def _describe(trainer: Trainer, tell: Tell, *lines: str) -> dict[str, Any]:
+    """What a dry run says; nothing is written."""
+    train, test = (len(tensors[0]) for tensors in trainer.task.data)
+    for text in (
+        yaml.safe_dump(configs.to_dict(trainer.config), sort_keys=False),
+        f"device: {device_name(trainer.process.device)}",
+        f"data set: {train} train and {test} test {trainer.task.samples}",
+        f"steps: {len(trainer.train_batches)} an epoch, {trainer.total} in all",
+        f"parameters: {sum(p.numel() for p in trainer.model.parameters()):,}",
+        *trainer.notes(),
+        *lines,
+    ):
+        tell(text)
+    return {}
 
 
 def reopen(path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, Config]:
@@ -165,7 +189,7 @@ def reopen(path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, C
     run = RunFolder.open(path)
     before = run.config()
     config = configs.change(before, overrides or [])
-    for key in before.fixed:  # what the saved state depends on
+    for key in before.fixed:  # the saved state depends on these
         get = attrgetter(key)
         if get(before) != get(config):
             raise RunError(
@@ -175,21 +199,12 @@ def reopen(path: Path, overrides: list[str] | None = None) -> tuple[RunFolder, C
     return run, config
 
 
-def _check_continuable(path: Path) -> None:
-    """Of a run that was finished, what is left without its checkpoints must not be overwritten."""
-    if (path / "summary.json").is_file() and not checkpoint.available(path):
-        raise RunError(
-            f"{path} was finished, and its checkpoints are not here: to continue it would be to "
-            f"begin anew, over its metrics; {_anew(path)}"
-        )
-
-
 def _anew(path: Path) -> str:
     return f"make it again with `gdeq train {path / 'config.yaml'} --out ANOTHER_FOLDER`"
 
 
 def as_trained(config: Config, choice: dict[str, Any] | None) -> Config:
-    """Where it was adapted, with what was in use at last in place of the adapting."""
+    """The settings that an adaptive run ended with, as fixed settings."""
     if not config.adapt.enabled or choice is None:
         return config
     used = {"gradient__refine": choice["refine"], "solver__max_iter": choice["max_iter"]}
@@ -211,7 +226,7 @@ def trained(
     steps: of the solver at most, if not the run's own.
     """
     run = RunFolder.open(path)
-    me = start_on(device or run.config().device, "--device ")
+    me = process.start(device or run.config().device, "--device ")
     file = path / ("weights.safetensors" if epoch is None else snapshots(path)[epoch])
     if not file.is_file():
         if (path / "summary.json").is_file() and not checkpoint.available(path):
@@ -226,7 +241,7 @@ def trained(
         config = as_trained(configs.from_dict(about["config"]), about["choice"])
         if steps is not None:
             config = configs.replace(config, solver__max_iter=steps)
-        # What is in the file was averaged already.
+        # The weights in the file are averaged already.
         trainer = Trainer(configs.replace(config, ema=0.0), run, alone, silent, root)
         checkpoint.load_weights(trainer.model, tensors)
     except (LookupError, TypeError, ValueError, RuntimeError) as problem:
@@ -262,7 +277,7 @@ def measure_similarity(
     root: Path | None = None,
     device: str | None = None,
     exact_tol: float = 1e-4,
-    tell: Callable[[str], None] = print,
+    tell: Tell = print,
 ) -> Iterator[dict[str, Any]]:
     """Compare the gradients on the run's snapshots, epoch by epoch, into ``similarity.jsonl``.
 
@@ -271,7 +286,7 @@ def measure_similarity(
     """
     check_exact_tol(exact_tol)
     run = RunFolder.open(path)
-    if not os.access(path, os.W_OK):  # told before minutes of work
+    if not os.access(path, os.W_OK):  # say so before minutes of work
         raise RunError(f"{path} may not be written to, and its similarity is kept there: copy it")
     found = snapshots(path)
     if not found:
@@ -284,9 +299,14 @@ def measure_similarity(
         raise RunError(f"no snapshot of epoch {missing[0]}; there are {sorted(found)}")
     for epoch in chosen:
         trainer = trained(path, root, device, epoch)
-        own, methods = trainer.config.solver.build(), methods_for(trainer.config)
-        if epoch == chosen[0]:
-            _tell_replaced(own, methods, tell)
+        own = trainer.config.solver.build()
+        solvers = {name: solver_for(method, own) for name, method in METHODS.items()}
+        replaced = [name for name, solver in solvers.items() if solver != own]
+        if replaced and epoch == chosen[0]:
+            tell(
+                f"the run's solver, {type(own).__name__}, leaves no inverse to reuse: "
+                f"for {', '.join(replaced)} it is solved by {solvers[replaced[0]]}"
+            )
         samples = len(trainer.task.data.train[0])
         if batch_size > samples:
             raise ConfigError(
@@ -295,33 +315,21 @@ def measure_similarity(
             )
         source = trainer.task.train_batches(batch_size, plain=True)
         records = []
-        for record in similarity(trainer, source, own, batches, epoch, exact_tol, methods):
+        for record in similarity(trainer, source, own, batches, epoch, exact_tol):
             records.append(record)
             yield record
         _keep_similarity(run, epoch, records, tell)
 
 
-def _tell_replaced(own: Solver, methods: dict[str, Gradient], tell: Callable[[str], None]) -> None:
-    others = {name: solver_for(method, own) for name, method in methods.items()}
-    replaced = [name for name, solver in others.items() if solver != own]
-    if replaced:
-        tell(
-            f"the run's solver, {type(own).__name__}, leaves no inverse to reuse: "
-            f"for {', '.join(replaced)} it is solved by {others[replaced[0]]}"
-        )
-
-
-def _keep_similarity(
-    run: RunFolder, epoch: int, records: list[dict[str, Any]], tell: Callable[[str], None]
-) -> None:
+def _keep_similarity(run: RunFolder, epoch: int, records: list[dict[str, Any]], tell: Tell) -> None:
     name = "similarity.jsonl"
     before = read_metrics(run.path / name)
     others = [record for record in before if record.get("epoch") != epoch]
-    found = any(record["solved"] or record["solved_here"] for record in records)
-    if not found and len(others) < len(before):
-        tell(f"epoch {epoch}: no sample is solved to that, its earlier records in {name} are kept")
-        return
     if len(others) < len(before):
+        if not any(record["solved"] or record["solved_here"] for record in records):
+            nothing = "no sample is solved to that, its earlier records"
+            tell(f"epoch {epoch}: {nothing} in {name} are kept")
+            return
         tell(f"epoch {epoch}: its earlier records in {name} are replaced")
     ordered = sorted([*others, *records], key=lambda record: record.get("epoch", 0))
     run.write(name, "".join(json.dumps(record) + "\n" for record in ordered))
@@ -340,7 +348,8 @@ def compare(
     pretrain_steps: int,
     seeds: int = 1,
     root: Path | None = None,
-    tell: Callable[[str], None] = print,
+    tell: Tell = print,
+    dry_run: bool = False,
 ) -> list[Path]:
     """The paper's Table 2: four gradients, without and with pre-training (0: without), else alike.
 
@@ -348,17 +357,20 @@ def compare(
     """
     table = _table(folder, config, pretrain_steps, seeds)
     states = {path: _state(path, wanted) for path, wanted in table.items()}  # before any begins
+    if dry_run:
+        with joined(config, folder) as me:
+            trainer = Trainer(config, RunFolder(folder), me, progress.Silent(), root)
+            deeds = (f"{state}: would {DEEDS[state]} {path}" for path, state in states.items())
+            _describe(trainer, tell, *deeds)
+        return []
     left = [path for path in table if states[path] != FINISHED]
     proceed = f"the same command: `gdeq compare ... --out {folder}`"
     for path, wanted in table.items():
-        if states[path] == FINISHED:
-            tell(f"{path.name}: finished before, kept")
-            continue
-        more = path != left[-1]
-        if states[path] == HALF:
-            resume(path, root, tell=tell, more=more, proceed=proceed)
+        if path in left:
+            more = path != left[-1]
+            train_or_resume(path, wanted, root, tell, more=more, proceed=proceed)
         else:
-            train(path, wanted, root, more=more, proceed=proceed)
+            tell(f"{path.name}: finished before, kept")
     return list(table)
 
 
@@ -369,78 +381,9 @@ def default_pretraining(config: Config, root: Path | None) -> int:
     return max(1, config.epochs * (samples // config.batch_size) // 5)
 
 
-# -- dry runs: the checks that the command itself makes, and what it would do ---------------------
-
-
-def forecast_train(
-    path: Path, config: Config, root: Path | None = None, auto: bool = False
-) -> list[str]:
-    if auto and _state(path, config) != MISSING:
-        return forecast_resume(RunFolder.open(path), config, root)
-    RunFolder.check_free(path)
-    kind = "which is there and holds nothing yet" if path.exists() else "a new folder"
-    return [*_prepared(config, path, root)[1], f"would train into {path}, {kind}"]
-
-
-def forecast_resume(run: RunFolder, config: Config, root: Path | None = None) -> list[str]:
-    summary = run.finished(config.epochs)
-    if summary is not None:
-        return [_finished(run, summary, config)]
-    changed = [_changed(run, config)] if config != run.config() else []
-    trainer, lines = _prepared(config, run.path, root)
-    return [*changed, *lines, *_restored(trainer)]
-
-
-def forecast_compare(
-    folder: Path, config: Config, pretrain_steps: int, seeds: int = 1, root: Path | None = None
-) -> list[str]:
-    lines = _prepared(config, folder, root)[1]
-    for path, wanted in _table(folder, config, pretrain_steps, seeds).items():
-        state = _state(path, wanted)
-        lines.append(f"{state}: would {DEEDS[state]} {path}")
-        if state == HALF:
-            lines += _restored(_prepared(wanted, path, root)[0])
-    return lines
-
-
-def _prepared(config: Config, path: Path, root: Path | None) -> tuple[Trainer, list[str]]:
-    """The trainer that a run would have, and what there is to say of it."""
-    try:
-        me = start_on(config.device)
-        made = Trainer(config, RunFolder(path), me, progress.Silent(), root)
-    finally:
-        process.stop()
-    train, test = (len(tensors[0]) for tensors in made.task.data)
-    return made, [
-        f"device: {device_name(me.device)}",
-        f"data set: {train} train and {test} test {made.task.samples}",
-        f"steps: {len(made.train_batches)} an epoch, {made.total} in all",
-        f"parameters: {sum(p.numel() for p in made.model.parameters()):,}",
-        *made.notes(),
-    ]
-
-
-def _restored(trainer: Trainer) -> list[str]:
-    """Where it would go on; nothing is written."""
-    path = trainer.run.path
-    lines: list[str] = []
-    if not checkpoint.available(path):
-        _check_continuable(path)
-        return [f"{path} has no checkpoint yet: would begin at its start"]
-    state = checkpoint.latest(path, lines.append)
-    with trainer.fitting():
-        trainer.take_over(state)  # `restore` would go on to write in the folder
-    at = f"at step {trainer.step} of {trainer.total}"
-    told = f"would go on in {path} from checkpoint step-{trainer.step:09d}.ckpt, {at}"
-    return [*lines, told]
-
-
-# -- what they share -------------------------------------------------------------------------------
-
-
 def _table(folder: Path, config: Config, pretrain_steps: int, seeds: int) -> dict[Path, Config]:
     """The runs of a comparison, in the order in which they are made."""
-    paper = {"jfb": {"gradient__refine": 0}}  # the settings are GDEQ's
+    paper = {"jfb": {"gradient__refine": 0}}  # the configured refinement is GDEQ's
     return {
         folder / f"{name}{'-pretrained' if steps else ''}-seed{seed}": configs.replace(
             config, gradient__name=name, pretrain_steps=steps, seed=seed, **paper.get(name, {})
@@ -452,9 +395,9 @@ def _table(folder: Path, config: Config, pretrain_steps: int, seeds: int) -> dic
 
 
 def _state(path: Path, wanted: Config) -> str:
-    """How far this run of a comparison is."""
-    if not (path / "config.yaml").is_file() and not checkpoint.available(path):
-        RunFolder.check_free(path)
+    """How far this run is: `MISSING`, `HALF` or `FINISHED`."""
+    if not RunFolder(path).begun:
+        RunFolder(path).check_free()
         return MISSING
     run = RunFolder.open(path)
     config = run.config()
@@ -466,10 +409,6 @@ def _state(path: Path, wanted: Config) -> str:
     return HALF if run.finished(config.epochs) is None else FINISHED
 
 
-def _changed(run: RunFolder, config: Config) -> str:
-    return f"from here on with {', '.join(configs.differences(run.config(), config))}"
-
-
 def _finished(run: RunFolder, summary: dict[str, Any], config: Config) -> str:
     unused = ", ".join(configs.differences(run.config(), config))
     ignored = f"\nnot used, as no step is left: {unused}" if unused else ""
@@ -478,13 +417,3 @@ def _finished(run: RunFolder, summary: dict[str, Any], config: Config) -> str:
         f"{run.tested(summary)}; nothing is changed.  To train it for longer, raise epochs: "
         f"`gdeq train --resume {run.path} epochs={2 * summary['epochs']}`{ignored}"
     )
-
-
-def start_on(device: str, option: str = "device=", timeout: float = 600.0) -> process.Process:
-    """`process.start`; where it fails, the advice is in terms of this command's own option."""
-    try:
-        return process.start(device, timeout)
-    except process.DeviceError as problem:
-        said = str(problem).replace("device=", option)
-        advice = f"{option}cpu"
-        raise process.DeviceError(said if advice in said else f"{said}; use {advice}") from problem

@@ -5,7 +5,6 @@ A task adds its own by a subclass of `Config`.  The comment beside a setting is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -95,16 +94,14 @@ class GradientConfig:
         self.build()
 
     def build(self) -> Gradient:
-        made: dict[str, Callable[[], Gradient]] = {
-            "gdeq": lambda: GDEQ(self.refine, self.tolerance, self.max_refine),
-            "jfb": lambda: JFB(self.refine),
-            "npg": lambda: NPG(self.steps, self.damping),
-            "unrolled": lambda: Unrolled(self.steps, self.damping),
-            "implicit": self._implicit,
-        }
-        return made[self.name]()
-
-    def _implicit(self) -> Gradient:
+        if self.name == "gdeq":
+            return GDEQ(self.refine, self.tolerance, self.max_refine)
+        if self.name == "jfb":
+            return JFB(self.refine)
+        if self.name == "npg":
+            return NPG(self.steps, self.damping)
+        if self.name == "unrolled":
+            return Unrolled(self.steps, self.damping)
         kinds = {"broyden": Broyden, "gmres": GMRES, "anderson": Anderson, "picard": Picard}
         solver = kinds[self.solver](max_iter=self.max_iter, tol=self.tol)
         # Training takes no second derivatives; leaving them out saves an evaluation of f.
@@ -128,8 +125,8 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "name", ("adam", "sgd", "muon"))
-        check_real(self, "adam_lr", 0.0, open_low=True)
-        check_real(self, "lr", 0.0, open_low=True)
+        for name in ("lr", "adam_lr"):
+            check_real(self, name, 0.0, open_low=True)
         check_real(self, "weight_decay", 0.0)
         check_real(self, "momentum", 0.0, 1.0)
         check_choice(self, "schedule", ("cosine", "onecycle", "constant"))
@@ -213,9 +210,8 @@ class Config:
     fixed: ClassVar[tuple[str, ...]] = ("task", "batch_size", "seed", "optimizer.name", "ema")
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "batch_size", "pretrain_layers", "residual_every"):
-            check_integer(self, name, 1)
-        for name in ("measure_every", "log_every", "test_every"):
+        every = (f"{what}_every" for what in ("residual", "measure", "log", "test"))
+        for name in ("epochs", "batch_size", "pretrain_layers", *every):
             check_integer(self, name, 1)
         for name in ("seed", "pretrain_steps"):
             check_integer(self, name, 0)

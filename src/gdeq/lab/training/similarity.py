@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,10 +111,9 @@ def similarity(
     solver: Solver,
     count: int,
     epoch: int,
-    exact_tol: float = 1e-4,
-    methods: dict[str, Gradient] | None = None,
+    exact_tol: float,
 ) -> Iterator[dict[str, Any]]:
-    """One record for each method (of `METHODS`, or of those given) and mini-batch.
+    """One record for each of `METHODS` and mini-batch.
 
     Each method's gradient with the run's solver, of the task's plain loss, is compared with the
     exact one at the equilibrium, solved as tightly as float32 allows.  Only parameters at and
@@ -126,23 +126,12 @@ def similarity(
     and of the worst solved sample, the same in all records of a mini-batch.
     """
     trainer.model.eval()
-    for index, batch in batches.epoch(epoch):
-        if index >= count:
-            return
+    for index, batch in itertools.islice(batches.epoch(epoch), count):
         # Closed before a record is handed out: the caller's arithmetic is not ours to change.
         with precision(FULL, batch[0].device):
-            own = METHODS if methods is None else methods
-            records = list(compare(Problem(trainer, batch), solver, exact_tol, own))
+            records = list(compare(Problem(trainer, batch), solver, exact_tol, METHODS))
         for record in records:
             yield {"epoch": epoch, "batch": index, **record}
-
-
-def methods_for(config: Config) -> dict[str, Gradient]:
-    """`METHODS`, and the run's own where it is another one with a tolerance."""
-    own = config.gradient.build()
-    if isinstance(own, GDEQ) and own.tolerance is not None:
-        return {**METHODS, f"GDEQ tolerance {own.tolerance}": own}
-    return METHODS
 
 
 def compare(
@@ -159,12 +148,11 @@ def compare(
         if own not in here:
             here[own] = problem.exact(own, float("inf"), exact_tol)
         same = torch.equal(here[own].taken, truth.taken)
-        if name == "Implicit" and same:
-            found = found_here = here[own]
-        else:
+        found = found_here = here[own]
+        if name != "Implicit" or not same:
             found = found_here = problem.gradient(own, method, truth.taken)
-            if not same:
-                found_here = problem.gradient(own, method, here[own].taken)
+        if not same:
+            found_here = problem.gradient(own, method, here[own].taken)
         cosine, error = _beside(found.gradient, truth.gradient)
         cosine_here, error_here = _beside(found_here.gradient, here[own].gradient)
         if found_here is here[own]:  # that is what "here" is

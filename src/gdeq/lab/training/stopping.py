@@ -16,9 +16,9 @@ from gdeq.lab.training import checkpoint
 class Interrupted(KeyboardInterrupt):
     """A signal came; the state was saved first."""
 
-    def __init__(self, number: int, message: str) -> None:
+    def __init__(self, number: int | None, message: str) -> None:
         super().__init__(message)
-        self.number = number
+        self.number = number or signal.SIGTERM  # None: another process has heard it
 
 
 class StopRequest:

@@ -1,4 +1,4 @@
-"""Step times taken in turns, so that what else the machine does falls on all methods alike."""
+"""Step times measured in turns, so that other load on the machine slows all methods alike."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import gc
 import itertools
 import json
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def time_runs(
 ) -> None:
     """A few more steps of each finished run, in turns, from its final weights: `timing.json`."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return  # a step of one process is not the step of several
+        return  # one process alone would time another step
     tell(f"timing {len(paths)} methods in turns")
     with contextlib.ExitStack() as opened:
         trainers = {str(path): runs.trained(path, root) for path in paths}
@@ -68,17 +69,14 @@ def time_runs(
         counts: dict[str, list[tuple[int, int]]] = {name: [] for name in trainers}
         steps = {name: _step(trainer, counts[name]) for name, trainer in trainers.items()}
         found, waited = in_turns(steps, TURNS, STEPS)
-    session = time.strftime("%Y-%m-%d %H:%M:%S")
+    shared = {
+        "session": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "steps_per_turn": STEPS,
+        "waited": waited,
+    }
     for name, some in counts.items():
-        evals, vjps = (sum(column) / len(some) for column in zip(*some, strict=True))
-        told = {
-            "session": session,
-            "ms": found[name],
-            "steps_per_turn": STEPS,
-            "evals": evals,
-            "vjps": vjps,
-            "waited": waited,
-        }
+        evals, vjps = (statistics.mean(column) for column in zip(*some, strict=True))
+        told = {**shared, "ms": found[name], "evals": evals, "vjps": vjps}
         RunFolder(Path(name)).write("timing.json", json.dumps(told, indent=1))
     if waited is not None and waited > BUSY:
         tell(
@@ -94,9 +92,9 @@ def _step(trainer: Trainer, counts: list[tuple[int, int]]) -> Callable[[], None]
 
     counts: receives its evaluations of f, the one with autograd among them, and its VJPs.
     """
-    batches = _forever(trainer)
+    epochs = (trainer.train_batches.epoch(number) for number in itertools.count())
+    batches = (batch for _, batch in itertools.chain.from_iterable(epochs))
     device = trainer.process.device
-
     first = max(trainer.config.pretrain_steps, trainer.total - 10)  # one of ten may be measured
 
     def step() -> None:
@@ -108,8 +106,3 @@ def _step(trainer: Trainer, counts: list[tuple[int, int]]) -> Callable[[], None]
         counts.append((int(solution.evals) + 1, int(solution.record.vjps)))
 
     return step
-
-
-def _forever(trainer: Trainer) -> Iterator[tuple[Any, ...]]:
-    for epoch in itertools.count():
-        yield from (batch for _, batch in trainer.train_batches.epoch(epoch))
