@@ -525,6 +525,22 @@ def test_a_sample_that_fails_in_one_part_says_in_which():
 
 
 @both_engines
+def test_the_parts_are_those_of_the_iterate_that_is_returned(engine):
+    """One part runs away while the other converges: the second iterate is the best."""
+
+    def f(z):
+        return 1.3 * z[0] + 1, 0.5 * z[1] + 1
+
+    z0 = torch.zeros(2, 3, dtype=F64), torch.zeros(2, 3, dtype=F64)
+    with using(engine):
+        found = gdeq.solve(f, z0, Picard(6, 1e-6))
+    assert (found.residual != found.trace[-1]).all()
+    pairs = zip(f(found.z), found.z, strict=True)
+    expected = [(a - b).norm(dim=1) / torch.maximum(a, b).norm(dim=1) for a, b in pairs]
+    torch.testing.assert_close(found.parts, torch.stack(expected, 1))
+
+
+@both_engines
 def test_more_parts_than_a_kernel_judges(engine):
     z0 = tuple(torch.zeros(3, 2, dtype=F64) for _ in range(20))
 
