@@ -240,12 +240,18 @@ def _unrolled(f: StateMap, z0: State, solver: Solver | None, gradient: Unrolled)
     )
 
 
-def check_pair(solver: Solver | None, gradient: Gradient) -> None:
-    """Raise where this solver and this gradient cannot work together."""
+def check_gradient(gradient: Gradient) -> Gradient:
+    """The gradient itself, if it is one."""
     if not isinstance(gradient, Gradient):
         raise TypeError(
             f"gradient must be a gradient such as gdeq.GDEQ(), got {describe(gradient)}"
         )
+    return gradient
+
+
+def check_pair(solver: Solver | None, gradient: Gradient) -> None:
+    """Raise where this solver and this gradient cannot work together."""
+    check_gradient(gradient)
     if solver is None:
         if not isinstance(gradient, Unrolled):
             raise ValueError(

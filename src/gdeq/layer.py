@@ -24,14 +24,14 @@ from gdeq.checks import (
     process_groups,
 )
 from gdeq.context import hold_all, is_traced, together, uncompiled, values_are_there
-from gdeq.fixed_point import check_pair, find, find_all
+from gdeq.fixed_point import check_gradient, check_pair, find, find_all
 from gdeq.gradients import DEFAULT, JFB, Gradient
 from gdeq.holding import unsteady_parts
 from gdeq.options import check_flag, check_names, describe
 from gdeq.solution import Solution, Status
 from gdeq.solvers.base import Solver, check_solver
 from gdeq.solvers.broyden import Broyden
-from gdeq.state import State, StateMap, StateSpace
+from gdeq.state import State, StateMap, StateSpace, autocast_dtype
 
 # Reachable in float32.  In half precision its tolerance is raised to what f can resolve.
 SOLVER = Broyden(max_iter=18, tol=1e-3)
@@ -187,7 +187,7 @@ class DEQ(nn.Module):
             f = lambda z: _batch_of_one(of_one(_only_one(z)))  # noqa: E731
         if solver is None:
             solver = (None if self.training else self.eval_solver) or self.solver
-        gradient = gradient or self.gradient
+        gradient = check_gradient(self.gradient if gradient is None else gradient)
         if solver is not None and not torch.is_grad_enabled() and gradient.needs.broyden:
             gradient = JFB()  # none is computed, so any solver will do
         if self._reentrant == id(self.cell):
@@ -255,7 +255,7 @@ class DEQ(nn.Module):
         modes = self.training, getattr(self.cell, "training", None)
         grad = torch.is_grad_enabled()
         several = any(len(leaf) > 1 for leaf in leaves if leaf.dim())  # one shows no coupling
-        autocast = [torch.is_autocast_enabled(leaf.device.type) for leaf in leaves[:1]]
+        autocast = [autocast_dtype(leaf.device.type) for leaf in leaves[:1]]
         kinds = [(leaf.device, leaf.dtype) for leaf in leaves]
         return id(self.cell), *modes, several, grad, grad and gradient.needs.vjp, *autocast, *kinds
 
