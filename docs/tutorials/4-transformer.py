@@ -39,7 +39,10 @@ print(f"{len(codes)} characters, {len(letters)} different ones")
 #
 # The input x, the embedded text, is added at every evaluation. The block ends in a norm, which
 # keeps z bounded and the equilibrium well behaved. The samples of a batch do not influence each
-# other. There is no dropout, since f must stay the same function during a solve.
+# other.
+#
+# f must stay the same function during a solve. For dropout, use `gdeq.VariationalDropout`, which
+# keeps its mask during a solve, and leave the `dropout` of `nn.MultiheadAttention` at 0.
 
 
 # %%
