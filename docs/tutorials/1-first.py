@@ -104,7 +104,7 @@ grid = torch.cartesian_prod(across, up)
 with torch.no_grad():
     score = model(grid).softmax(1)[:, 1].reshape(80, 80).T
 
-figure, (left, right_side) = plt.subplots(1, 2, figsize=(7.2, 3.2))
+figure, (left, right_side) = plt.subplots(1, 2, figsize=(6, 3))
 left.contourf(across, up, score, levels=11, cmap="coolwarm")
 left.scatter(*points.T, c=label, cmap="coolwarm", s=14, edgecolors="white", lw=0.5)
 left.set(title="what the model has learned", xticks=[], yticks=[])
