@@ -173,6 +173,13 @@ def test_commands_exist():
     assert set(re.findall(r"^make ([\w-]+)", shell, re.MULTILINE)) <= set(targets)
 
 
+def test_the_guide_has_every_preset():
+    presets = pytest.importorskip("gdeq.lab.tasks.registry").presets()
+    page = (GUIDES / "command-line.md").read_text()
+    shown = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
+    assert set(re.findall(r"`([^`]+)`", " ".join(shown))) == set(presets)
+
+
 def anchors(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
