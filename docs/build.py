@@ -73,7 +73,7 @@ def execute(script: Path) -> list[Cell]:
     colours = dict.fromkeys(
         ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), grey
     )
-    style = {**colours, "figure.figsize": (6.4, 3.2), "figure.dpi": 150, "font.size": 9}
+    style = {**colours, "figure.figsize": (5.2, 2.9), "figure.dpi": 150, "font.size": 9}
     style |= {"savefig.transparent": True, "legend.framealpha": 0.0, "axes.grid": True}
     style |= {"grid.alpha": 0.25, "axes.spines.top": False, "axes.spines.right": False}
     found, names = cells(script), {"__name__": "__main__"}  # as in a notebook: it is no file

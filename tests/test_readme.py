@@ -1,5 +1,7 @@
 """What the README and the site show runs as it stands there, and both stay readable."""
 
+import csv
+import hashlib
 import re
 import subprocess
 import sys
@@ -171,6 +173,13 @@ def test_commands_exist():
     assert set(re.findall(r"^make ([\w-]+)", shell, re.MULTILINE)) <= set(targets)
 
 
+def test_the_guide_has_every_preset():
+    presets = pytest.importorskip("gdeq.lab.tasks.registry").presets()
+    page = (GUIDES / "command-line.md").read_text()
+    shown = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
+    assert set(re.findall(r"`([^`]+)`", " ".join(shown))) == set(presets)
+
+
 def anchors(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
@@ -202,6 +211,28 @@ def test_no_page_names_a_commit(page):
     words = re.findall(hashes, BLOCK.sub("", page.read_text()))
     found = [word for word in words if re.search(r"\d", word) and re.search(r"[a-f]", word)]
     assert page == CHANGELOG or found == []
+
+
+def test_the_readme_and_its_picture_have_the_figures_of_the_tables():
+    sources = [ROOT / "results" / "bench" / "beside-torchdeq.csv"]
+    sources += [ROOT / "results" / "core" / "gradients.csv"]
+    speed, errors = (list(csv.DictReader(path.read_text().splitlines())) for path in sources)
+    text = README.read_text()
+    for row in speed:
+        name = row["model"].split(" (")[0]
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {name}, "))
+        for library in ("gdeq", "torchdeq JFB"):
+            assert f"| {float(row[library]):.3g} |" in line
+    found = {
+        row["method"]: float(row["median"])
+        for row in errors
+        if (row["dtype"], row["solved by"]) == ("float64", "Broyden, 1e-06")
+    }
+    assert f"a median error of {found['GDEQ, refine 1']:.2f} and" in text
+    assert f"`JFB` has {found['JFB']:.2f} and" in text
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    picture = (DOCS / "overview.png").read_bytes()
+    assert digest.encode() in picture, "run benchmarks/picture.py"
 
 
 def test_the_readme_is_short():

@@ -67,6 +67,8 @@ def test_a_solution_prints_what_happened():
     many = gdeq.solve(lambda z: z * float("nan"), torch.ones(100, 2))
     lines = str(many).splitlines()
     assert lines[0].startswith("0 of 100 samples converged")
+    assert lines[1].startswith(f"  sample 0: {Status.NONFINITE_START} [")
+    assert lines[2].startswith("  sample 1: the same [")
     assert lines[-1] == "  and 94 more samples"
     assert len(lines) == 8
     few = gdeq.solve(lambda z: z * float("nan"), torch.ones(6, 2))

@@ -44,7 +44,8 @@ class Cell(nn.Module):
 # %% [markdown]
 # ## The model
 #
-# Wrap the cell in `gdeq.DEQ` and use it like any other layer. Here z starts as zeros like x.
+# Wrap the cell in `gdeq.DEQ` and use it like any other layer. Here z starts as zeros of
+# the shape of x.
 
 # %%
 model = nn.Sequential(
@@ -74,7 +75,7 @@ for _ in range(25):
 
 right = (model(points).argmax(1) == label).float().mean().item()
 print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
-print(f"{100 * right:.0f} % of the points right")
+print(f"{100 * right:.0f} % of the points are right")
 
 # %% [test]
 assert losses[-1] < 0.3 < losses[0]
@@ -103,7 +104,7 @@ grid = torch.cartesian_prod(across, up)
 with torch.no_grad():
     score = model(grid).softmax(1)[:, 1].reshape(80, 80).T
 
-figure, (left, right_side) = plt.subplots(1, 2, figsize=(7.2, 3.2))
+figure, (left, right_side) = plt.subplots(1, 2, figsize=(6, 3))
 left.contourf(across, up, score, levels=11, cmap="coolwarm")
 left.scatter(*points.T, c=label, cmap="coolwarm", s=14, edgecolors="white", lw=0.5)
 left.set(title="what the model has learned", xticks=[], yticks=[])

@@ -11,7 +11,7 @@ from matplotlib import pyplot as plt
 import gdeq
 
 torch.manual_seed(0)
-A = torch.randn(16, 16, dtype=torch.float64) / 4  # its eigenvalues reach to about 1
+A = torch.randn(16, 16, dtype=torch.float64) / 4  # its largest eigenvalue is about 1
 x = torch.randn(6, 16, dtype=torch.float64)
 zeros = torch.zeros_like(x)
 
@@ -86,7 +86,7 @@ tries = {
 }
 for name, solver in tries.items():
     found = gdeq.solve(cell(2.0), zeros, solver)
-    plt.semilogy(found.trace[:, 0], label=name)
+    plt.semilogy(range(1, len(found.trace) + 1), found.trace[:, 0], label=name)
     converged = int(found.converged.sum())
     print(f"{name}: {converged} of 6 converged, {found.evals} evaluations of f")
 plt.xlabel("solver step")

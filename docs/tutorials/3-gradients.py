@@ -117,7 +117,7 @@ assert errors["NPG"][1] > errors["JFB"][1] > errors["GDEQ"][1]
 torch.set_default_dtype(torch.float32)
 
 # %% [markdown]
-# The first VJP cuts the error of `JFB` and `GDEQ` to about a third, and each further one does about
-# as much again. `NPG` takes shorter steps, so it needs more VJPs for the same error.
+# The first VJP cuts the error of `JFB` and `GDEQ` to about a third, and so does each further one.
+# `NPG` takes shorter steps, so it needs more VJPs for the same error.
 #
 # For numbers on real models, see [gradient quality](../gradient-quality.md).

@@ -39,7 +39,10 @@ print(f"{len(codes)} characters, {len(letters)} different ones")
 #
 # The input x, the embedded text, is added at every evaluation. The block ends in a norm, which
 # keeps z bounded and the equilibrium well behaved. The samples of a batch do not influence each
-# other. There is no dropout, since f must stay the same function during a solve.
+# other.
+#
+# f must stay the same function during a solve. For dropout, use `gdeq.VariationalDropout`, which
+# keeps its mask during a solve, and leave the `dropout` of `nn.MultiheadAttention` at 0.
 
 
 # %%
@@ -94,11 +97,11 @@ print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}; guessing gives {guess:.2f}")
 print(model.deq.solution)
 
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 2.8))
+figure, (left, right) = plt.subplots(1, 2, figsize=(6, 2.6))
 left.plot(losses)
 left.set(title="loss", xlabel="step", ylim=0)
-right.semilogy(residuals, label="residual of z, largest")
-right.semilogy(errors, label="error of the gradient, estimated")
+right.semilogy(residuals, label="largest residual of z")
+right.semilogy(errors, label="estimated gradient error")
 right.set(title="what the record says", xlabel="step")
 right.legend()
 figure.tight_layout()

@@ -121,7 +121,7 @@ plt.scatter(*place.T, c=trust, cmap="coolwarm", s=22, vmin=0, vmax=1)
 ring = {"facecolors": "none", "edgecolors": "C2", "s": 70}
 plt.scatter(*place[known].T, **ring, label="label given")
 plt.axis("off")
-plt.legend(loc="upper center")
+plt.legend(loc="lower center")
 
 # %% [test]
 assert right > 0.9, right

@@ -309,7 +309,7 @@ class Solution:
         else:
             lines = [f"{int(self.converged.sum())} of {samples} converged in {outcome}"]
         failed = [i for i in range(batch) if ends[i] not in (Status.CONVERGED, Status.FIXED_STEPS)]
-        for i in failed[:6]:
+        for before, i in zip([None, *failed], failed[:6], strict=False):
             residual, steps = self.residual[i].item(), int(self.steps[i])
             told = f"step {steps}, residual {residual:.1e}"
             if ends[i] is Status.DIVERGED and residual != (last := self.trace[-1, i].item()):
@@ -317,7 +317,8 @@ class Solution:
                 told += f"‖f(z) - z‖ is returned, residual {residual:.1e}"
             if self.parts is not None:
                 told += f", largest in tensor {int(self.parts[i].argmax())} of the state"
-            lines.append(f"  sample {i}: {ends[i]} [{told}]")
+            same = before is not None and ends[before] is ends[i]
+            lines.append(f"  sample {i}: {'the same' if same else ends[i]} [{told}]")
         if failed[6:]:
             lines.append(f"  and {count(len(failed) - 6, 'more sample')}")
         return "\n".join(lines)

@@ -165,7 +165,7 @@ def test_times_taken_in_turns_come_before_those_of_the_trainings(tmp_path):
     assert "busy" not in text
     timing = json.loads((paths[0] / "timing.json").read_text())
     (paths[0] / "timing.json").write_text(json.dumps(timing | {"waited": 0.4}))
-    assert "The machine was busy: 40% of the timing was spent waiting" in report.table(paths)
+    assert "The machine was busy: 40 % of the timing was spent waiting" in report.table(paths)
     (paths[0] / "timing.json").write_text(json.dumps(timing | {"session": "another"}))
     assert rows_of(*paths)["GDEQ"].ratios == pytest.approx([2.16])
     (paths[0] / "timing.json").write_text('{"ms": ["x", null]}')  # damaged: as if not timed

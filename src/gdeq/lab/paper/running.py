@@ -81,7 +81,7 @@ class Journey:
         return wanted
 
     def forecast(self, planned: Sequence[Planned]) -> list[str]:
-        lines = [f"{run.group:10s} {run.name:28s} {self.state(run)}" for run in planned]
+        lines = [f"{run.group:10s} {run.name:30s} {self.state(run)}" for run in planned]
         try:
             self.check(planned)
         except DataError as problem:  # how long pre-training is depends on the data

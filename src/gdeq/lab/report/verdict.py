@@ -171,9 +171,9 @@ def notes(rows: Sequence[Row]) -> list[str]:
     waited = max((number(run.timing.get("waited")) or 0.0 for run in clocks), default=0.0)
     if waited > BUSY:
         found.append(
-            f"The machine was busy: {waited:.0%} of the timing was spent waiting for a core. This "
-            "slowed all methods alike, so trust the ratios more than the milliseconds. To time "
-            "them again, repeat the command on an idle machine"
+            f"The machine was busy: {100 * waited:.0f} % of the timing was spent waiting for a "
+            "core. This slowed all methods alike, so trust the ratios more than the milliseconds. "
+            "To time them again, repeat the command on an idle machine"
         )
     # A step in training beside the same step timed in turns.
     shares = {

@@ -80,8 +80,8 @@ def time_runs(
         RunFolder(Path(name)).write("timing.json", json.dumps(told, indent=1))
     if waited is not None and waited > BUSY:
         tell(
-            f"warning: other processes are using the cores: {waited:.0%} of the time was spent "
-            "waiting for one; run the command again on an idle machine for better times"
+            f"warning: other processes are using the cores: {100 * waited:.0f} % of the time was "
+            "spent waiting for one; run the command again on an idle machine for better times"
         )
     del trainers, steps, first
     gc.collect()
