@@ -104,8 +104,7 @@ class PlainSweep:
         norms = self.measure(fz, self.z, g)
         if t == 0:
             self.measure.starts_at(norms)
-            linear = self.scale is not None
-            self.ledger = Ledger(self.solver, self.precision, norms, linear)
+            self.ledger = Ledger(self.solver, self.precision, norms)
             good = torch.isfinite(norms.absolute) & torch.isfinite(norms.size)
             step = self._begin(g, norms.absolute)
         else:
