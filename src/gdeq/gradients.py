@@ -198,7 +198,7 @@ class GDEQ(Gradient):
     With ``refine`` or ``tolerance``, Broyden's method continues on the adjoint equation for a few
     VJPs, starting from the last secants of the solve (`gdeq.refinement`), which are safe after long
     solves too.  The error is rarely above twice the larger of 0.5 and that of ``JFB(refine=k)``: in
-    none of 6,304 cases on maps of many fields (benchmarks/gradients.py).  The median is smaller
+    none of 18,968 cases on maps of many fields (benchmarks/gradients.py).  The median is smaller
     than JFB's, though not on LASSO.
 
     refine: spend exactly this many VJPs.  The record's ``error`` is how far the last of them moved
