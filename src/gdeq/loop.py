@@ -60,7 +60,6 @@ def iterate(
     fz = f(z)
     here, evals = Point(z, fz - z), 1
     norms = measure(fz, *here)
-    measure.starts_at(norms)
     ledger = Ledger(solver, system.precision, norms)
     state = solver.init(here, system)
     secants = Secants.empty(z, solver.max_iter) if keep_secants else None
@@ -131,7 +130,8 @@ class Norms(NamedTuple):
 class Measure:
     """Takes the norms of an iterate that a solver judges it by.
 
-    With ``stop="relative"`` each tensor of the state is judged beside its own size.
+    With ``stop="relative"`` each tensor of the state is judged beside its own size.  Beside a z* of
+    0 no g is small, so the whole state counts at least as large as the rounding of the first z.
     """
 
     def __init__(self, solver: Solver, system: System, z: Tensor) -> None:  # (batch, d)
@@ -140,7 +140,7 @@ class Measure:
         self.rounding = 0.5 * system.precision
         self.sizes = judged_sizes(solver.stop, sizes, linear=right is not None)
         self.least = least_part(solver.tol, system.precision, z.dtype)
-        self.floor: Tensor | None = None  # (batch,) how large the whole state counts at least
+        self.floor: Tensor | None = None  # (batch,) that rounding
 
     def __call__(self, fz: Tensor, z: Tensor, g: Tensor | None = None) -> Norms:
         """Of f(z), z and g = f(z) − z, (batch, d) each."""
@@ -160,14 +160,11 @@ class Measure:
         own = torch.maximum(torch.maximum(each_f, each_z), self.least * size.unsqueeze(1))
         return Norms(absolute, size, of_z, relative(each_g, own))
 
-    def starts_at(self, norms: Norms) -> None:
-        """Sets the floor for a z* of 0, beside which no g is small: the rounding of the first z."""
-        if self.scale is None:
-            self.floor = torch.finfo(norms.size.dtype).eps * norms.size
-
     def _size(self, of_f: Tensor, of_z: Tensor) -> Tensor:  # (batch,) each
         size = torch.maximum(of_f, of_z)
-        return size if self.floor is None else size.clamp(min=self.floor)
+        if self.floor is None:
+            self.floor = torch.finfo(size.dtype).eps * size
+        return size.clamp(min=self.floor)
 
 
 def judged_sizes(stop: str, sizes: Sequence[int], linear: bool = False) -> list[int]:
