@@ -219,7 +219,6 @@ class Ledger:
 
     def note(self, step: int, good: Tensor, norms: Norms) -> Tensor:
         """Take in the iterate of a step for the ``good`` samples; says for which it is the best."""
-        looks = look_is_free(good.device)
         absolute, before = norms.absolute, self.relative
         self.absolute = torch.where(good, absolute, self.absolute)
         self.relative = torch.where(good, norms.relative(), self.relative)
@@ -234,7 +233,8 @@ class Ledger:
         level = norms.level
         rounded = self.relative <= self.rounding if level is None else absolute <= level
         ends = good & (rounded | (self.residual <= self.solver.tol))
-        if not looks or bool(ends.any()):  # a look is free on a CPU and mostly saves the work
+        # A look is free on a CPU and mostly saves the work.
+        if not look_is_free(good.device) or bool(ends.any()):
             self._close(good, good & rounded, before, norms.size)
         better = good & (absolute < self.best_absolute)
         self.best_absolute = torch.where(better, absolute, self.best_absolute)
