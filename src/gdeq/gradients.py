@@ -135,6 +135,9 @@ class NPG(Gradient):
 class Implicit(Gradient):
     """The exact gradient: solve w = v + Jᵀw, a fixed point in w, started at v.
 
+    Exact to the solver's tolerance, where its steps suffice.  If ``solution.backward.converged`` is
+    not true of all samples, raise ``max_iter``.
+
     solver: any solver; its ``tol`` bounds ‖(I − Jᵀ)w − v‖/‖v‖.  `GMRES` needs the fewest VJPs
         (benchmarks/gradients.py); the paper uses ``Broyden(max_iter=20, tol=1e-6)``.
     precondition: start from what the forward solve learned about the inverse, as `GDEQ` with
