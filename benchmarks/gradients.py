@@ -53,15 +53,26 @@ METHODS: dict[str, Gradient] = {
     **{f"Implicit, {name}": Implicit(inner) for name, inner in INNER.items()},
     **{f"{name}, precond.": Implicit(inner, precondition=True) for name, inner in INNER.items()},
 }
+# More draws: of the set, of the map that is furthest from normal, and of one not in the set.
+MORE = {
+    "the set": (list(FIELDS), range(5000, 5008)),
+    "linear, far from normal": (["linear, far from normal"], range(5000, 5030)),
+    "correlated LASSO": (list(HARDER), range(5000, 5013)),
+}
 # What "not safe" compares with.
 BASE = {f"GDEQ, refine {k}": f"JFB, refine {k}" for k in REFINED}
 BASE |= {"GDEQ, tolerance 0.1": "JFB, refine 10"}
 BASE |= {f"{name}, precond.": f"Implicit, {name}" for name in INNER}
+JUDGED = {name: METHODS[name] for name in (*BASE, *BASE.values())}
 
 Row = dict[str, Any]
 
 
-def measure(fields: Iterable[str], draws: Iterable[tuple[int, torch.dtype]]) -> list[Row]:
+def measure(
+    fields: Iterable[str],
+    draws: Iterable[tuple[int, torch.dtype]],
+    methods: dict[str, Gradient] = METHODS,
+) -> list[Row]:
     """One row for each sample, solve and method."""
     rows: list[Row] = []
     for field in fields:
@@ -75,7 +86,7 @@ def measure(fields: Iterable[str], draws: Iterable[tuple[int, torch.dtype]]) -> 
                     "field": field,
                     "draw": seed,
                 }
-                for method, gradient in METHODS.items():
+                for method, gradient in methods.items():
                     if method == "GDEQ, plain" and not isinstance(solver, Broyden):
                         continue
                     if isinstance(gradient, Unrolled):
@@ -100,9 +111,21 @@ def grouped(rows: list[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
     return groups
 
 
-def unsafe(rows: list[Row], base: list[Row]) -> int:
+def unsafe(rows: list[Row], base: list[Row]) -> list[Row]:
     pairs = zip(rows, base, strict=True)
-    return sum(not row["error"] <= 2 * max(0.5, other["error"]) for row, other in pairs)
+    return [
+        row | {"without": other["error"]}
+        for row, other in pairs
+        if not row["error"] <= 2 * max(0.5, other["error"])
+    ]
+
+
+def cases(rows: list[Row]) -> list[Row]:
+    """Every one that is not safe."""
+    of = grouped(rows, "method")
+    names = "draw", "solver", "tol", "method", "error", "without"
+    pairs = ((of[(method,)], of[(base,)]) for method, base in BASE.items())
+    return [{name: row[name] for name in names} for pair in pairs for row in unsafe(*pair)]
 
 
 def numbers(rows: list[Row], name: str = "error") -> Tensor:
@@ -130,7 +153,7 @@ def summarize(rows: list[Row]) -> list[Row]:
                     "90 %": errors.quantile(0.9).item(),
                     "worst": errors.max().item(),
                     "without": numbers(base).median().item() if base else "",
-                    "not safe": unsafe(found, base) if base else "",
+                    "not safe": len(unsafe(found, base)) if base else "",
                 }
             )
     return table
@@ -247,6 +270,19 @@ def draw(rows: list[Row], report: Report) -> None:
     plt.close(figure)
 
 
+def report_more(report: Report, quick: bool) -> None:
+    """Only what is judged, on more draws."""
+    for name, (maps, more) in MORE.items():
+        chosen, seeds = (maps[:1], more[:1]) if quick else (maps, more)
+        found = measure(chosen, [(seed, torch.float64) for seed in seeds], JUDGED)
+        report(f"\n{name}, draws {seeds[0]} to {seeds[-1]}, and each case that is not safe")
+        report.table(totals(summarize(found)))
+        report.table(cases(found))
+        if name == "the set":
+            report("\nmedian of GDEQ(refine=k) over that of JFB(refine=k) there, where above 1")
+            report.table(behind(found))
+
+
 def main() -> None:
     args = parser(__doc__.splitlines()[0]).parse_args()
     report = Report("gradients", args)
@@ -262,6 +298,7 @@ def main() -> None:
     for field in HARDER:
         report(f"\n{field}, which is not in the set")
         report.table(totals(summarize(measure([field], draws))))
+    report_more(report, args.quick)
     report("\nerrors in float64 (without: the median of what 'not safe' compares with)")
     report.table([{k: v for k, v in row.items() if k != "dtype"} for row in table
                   if row["dtype"] == "float64"])  # fmt: skip

@@ -110,7 +110,7 @@ def ledger_of(made: Any) -> Ledger:
         return made.ledger
     ledger, samples, start = Ledger.__new__(Ledger), made.samples, made.start
     ledger.solver, ledger.precision = start.solver, start.precision
-    ledger.linear, ledger.watch = start.scale is not None, start.solver.tol > 0
+    ledger.watch = start.solver.tol > 0
     ledger.rounding = 0.5 * start.precision
     ledger.absolute, ledger.relative, ledger.first_absolute, ledger.first_size = samples.real[:4]
     ledger.peak, ledger.best_absolute, ledger.best_residual = samples.real[4:7]

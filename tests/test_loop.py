@@ -213,7 +213,7 @@ def test_a_sample_at_the_rounding_level_goes_on_while_it_improves():
     def norms(g):
         return Norms(torch.tensor([g]), torch.ones(1), torch.ones(1))
 
-    ledger = Ledger(Picard(10, 1e-12), torch.finfo(F32).eps, norms(1.0), linear=False)
+    ledger = Ledger(Picard(10, 1e-12), torch.finfo(F32).eps, norms(1.0))
     for step, (g, active) in enumerate([(5e-8, True), (3e-8, True), (4e-8, False)], 1):
         ledger.note(step, ledger.accepts(norms(g)), norms(g))
         assert ledger.active.item() is active

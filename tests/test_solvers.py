@@ -12,7 +12,7 @@ from scipy.sparse.linalg import gmres
 from torch import Tensor
 
 import gdeq
-from cells import Network, draw, iterate_at
+from cells import Network, contraction, draw, iterate_at
 from gdeq import GMRES, Anderson, Broyden, Implicit, Picard
 from gdeq.loop import iterate
 from gdeq.solvers.base import System
@@ -316,6 +316,23 @@ def test_the_basis_of_gmres_is_orthonormal_and_ends_with_the_krylov_space():
     assert (kept.norm(dim=2) > 0).sum(1).tolist() == [2, 2]
 
 
+@pytest.mark.parametrize("radius", [1e-3, 0.5, 0.99])
+def test_gmres_takes_memory_for_the_steps_that_it_makes(radius):
+    v, K, seen = draw(2, 200, seed=1), contraction(200, radius), []
+
+    class Watched(GMRES):
+        def inverse(self, state, at):  # called once, when the loop has ended
+            seen.append(state)
+
+    system = System(torch.finfo(torch.float64).eps, right=v)
+    found = iterate(lambda w: v + w @ K, v, Watched(99, 1e-10), system)
+    assert found.converged.all()
+    assert_near(found.z - found.z @ K, v, 1e-8)
+    rows = max(8, 2 * int(found.steps.max()))
+    for vectors in (seen[0].directions, seen[0].basis[:, 1:], seen[0].hessenberg[:, 1:]):
+        assert vectors.shape[1] <= rows < 99
+
+
 @pytest.mark.parametrize("gap", [1e-4, 1e-6])
 def test_gmres_claims_no_more_than_float32_can_hold(gap):
     """Where I − J is nearly singular w is long and f rounds it: the recurrence does not see it."""
@@ -331,6 +348,7 @@ def test_gmres_claims_no_more_than_float32_can_hold(gap):
     assert measured > 1e-5
     assert found.residual > 0.1 * measured
     assert found.residual > found.tolerance
+    assert found.vjps < 70  # and where rounding is all that is left it spends no more
 
 
 @pytest.mark.parametrize("d", [4, 16, 40])

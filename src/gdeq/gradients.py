@@ -135,6 +135,9 @@ class NPG(Gradient):
 class Implicit(Gradient):
     """The exact gradient: solve w = v + Jᵀw, a fixed point in w, started at v.
 
+    Exact to the solver's tolerance, where its steps suffice.  If ``solution.backward.converged`` is
+    not true of all samples, raise ``max_iter``.
+
     solver: any solver; its ``tol`` bounds ‖(I − Jᵀ)w − v‖/‖v‖.  `GMRES` needs the fewest VJPs
         (benchmarks/gradients.py); the paper uses ``Broyden(max_iter=20, tol=1e-6)``.
     precondition: start from what the forward solve learned about the inverse, as `GDEQ` with
@@ -198,7 +201,7 @@ class GDEQ(Gradient):
     With ``refine`` or ``tolerance``, Broyden's method continues on the adjoint equation for a few
     VJPs, starting from the last secants of the solve (`gdeq.refinement`), which are safe after long
     solves too.  The error is rarely above twice the larger of 0.5 and that of ``JFB(refine=k)``: in
-    none of 6,304 cases on maps of many fields (benchmarks/gradients.py).  The median is smaller
+    none of 18,968 cases on maps of many fields (benchmarks/gradients.py).  The median is smaller
     than JFB's, though not on LASSO.
 
     refine: spend exactly this many VJPs.  The record's ``error`` is how far the last of them moved

@@ -60,8 +60,7 @@ def iterate(
     fz = f(z)
     here, evals = Point(z, fz - z), 1
     norms = measure(fz, *here)
-    measure.starts_at(norms)
-    ledger = Ledger(solver, system.precision, norms, linear=system.right is not None)
+    ledger = Ledger(solver, system.precision, norms)
     state = solver.init(here, system)
     secants = Secants.empty(z, solver.max_iter) if keep_secants else None
     trace: list[Tensor] = []
@@ -113,10 +112,11 @@ def iterate(
 class Norms(NamedTuple):
     """Of one iterate of each sample."""
 
-    absolute: Tensor  # (batch,) ‖g‖
+    absolute: Tensor  # (batch,) ‖g‖, where f is affine at least ``level``
     size: Tensor  # (batch,) max(‖f(z)‖, ‖z‖), or ‖f(0)‖ where f is affine
     of_z: Tensor  # (batch,) ‖z‖
     parts: Tensor | None = None  # (batch, parts) ‖g‖ of each part beside its size, if so judged
+    level: Tensor | None = None  # (batch,) how much of g may be rounding, where f is affine
 
     def relative(self) -> Tensor:  # -> (batch,)
         whole = relative(self.absolute, self.size)
@@ -130,22 +130,25 @@ class Norms(NamedTuple):
 class Measure:
     """Takes the norms of an iterate that a solver judges it by.
 
-    With ``stop="relative"`` each tensor of the state is judged beside its own size.
+    With ``stop="relative"`` each tensor of the state is judged beside its own size.  Beside a z* of
+    0 no g is small, so the whole state counts at least as large as the rounding of the first z.
     """
 
     def __init__(self, solver: Solver, system: System, z: Tensor) -> None:  # (batch, d)
         right, sizes = system.right, system.sizes or z.shape[1:]
         self.scale = None if right is None else safe_norms(right)[0]
+        self.rounding = 0.5 * system.precision
         self.sizes = judged_sizes(solver.stop, sizes, linear=right is not None)
         self.least = least_part(solver.tol, system.precision, z.dtype)
-        self.floor: Tensor | None = None  # (batch,) how large the whole state counts at least
+        self.floor: Tensor | None = None  # (batch,) that rounding
 
     def __call__(self, fz: Tensor, z: Tensor, g: Tensor | None = None) -> Norms:
         """Of f(z), z and g = f(z) − z, (batch, d) each."""
         g = fz - z if g is None else g
         if self.scale is not None:
             absolute, of_z = safe_norms(g, z)
-            return Norms(absolute, self.scale, of_z)
+            level = self.rounding * (self.scale + of_z)
+            return Norms(torch.maximum(absolute, level), self.scale, of_z, level=level)
         if len(self.sizes) == 1:
             absolute, of_f, of_z = safe_norms(g, fz, z)
             return Norms(absolute, self._size(of_f, of_z), of_z)
@@ -157,14 +160,11 @@ class Measure:
         own = torch.maximum(torch.maximum(each_f, each_z), self.least * size.unsqueeze(1))
         return Norms(absolute, size, of_z, relative(each_g, own))
 
-    def starts_at(self, norms: Norms) -> None:
-        """Sets the floor for a z* of 0, beside which no g is small: the rounding of the first z."""
-        if self.scale is None:
-            self.floor = torch.finfo(norms.size.dtype).eps * norms.size
-
     def _size(self, of_f: Tensor, of_z: Tensor) -> Tensor:  # (batch,) each
         size = torch.maximum(of_f, of_z)
-        return size if self.floor is None else size.clamp(min=self.floor)
+        if self.floor is None:
+            self.floor = torch.finfo(size.dtype).eps * size
+        return size.clamp(min=self.floor)
 
 
 def judged_sizes(stop: str, sizes: Sequence[int], linear: bool = False) -> list[int]:
@@ -188,18 +188,16 @@ class Ledger:
     absolute, relative: ‖g‖, and ‖g‖ beside its size, or that of a part if it is larger;
         ``residual`` is the one that the solver stops at.
     parts: (batch, parts), if the state is judged by them.
-    linear: f is affine.  Then a g below the rounding of f at this z counts as that rounding.
     best_step: of the iterate of smallest ‖g‖.  Beside a z that ran away, any g is relatively small.
     """
 
-    def __init__(self, solver: Solver, precision: float, norms: Norms, linear: bool) -> None:
-        self.solver, self.precision, self.linear = solver, precision, linear
+    def __init__(self, solver: Solver, precision: float, norms: Norms) -> None:
+        self.solver, self.precision = solver, precision
         self.watch = solver.tol > 0
         # A relative residual at this level is the rounding of f: half a unit in the last place.
         self.rounding = 0.5 * precision
-        absolute, size, _, self.parts = norms
-        claimed = self._claimed(norms)
-        self.absolute, self.relative = absolute, norms._replace(absolute=claimed).relative()
+        absolute, size, self.parts = norms.absolute, norms.size, norms.parts
+        self.absolute, self.relative = absolute, norms.relative()
         self.first_absolute, self.first_size, self.peak = absolute, size, absolute
         self.residual = self._residual()
         finite = torch.isfinite(absolute) & torch.isfinite(size)
@@ -208,14 +206,8 @@ class Ledger:
         self.codes = torch.where(within, Status.CONVERGED, self.codes)
         self.active = finite & ~within
         self.steps = torch.zeros_like(self.codes)
-        self.best_step, self.best_absolute = self.steps, claimed
+        self.best_step, self.best_absolute = self.steps, absolute
         self.best_residual, self.best_parts = self.residual, self.parts
-
-    def _claimed(self, norms: Norms) -> Tensor:  # -> (batch,)
-        """‖g‖, or the rounding of an affine f if that is more."""
-        if not self.linear:
-            return norms.absolute
-        return torch.maximum(norms.absolute, self.rounding * (norms.size + norms.of_z))
 
     def _residual(self) -> Tensor:
         return self.absolute if self.solver.stop == "absolute" else self.relative
@@ -227,13 +219,10 @@ class Ledger:
 
     def note(self, step: int, good: Tensor, norms: Norms) -> Tensor:
         """Take in the iterate of a step for the ``good`` samples; says for which it is the best."""
-        looks = look_is_free(good.device)
-        absolute, size, _, parts = norms
-        claimed = self._claimed(norms)
-        before, relative = self.relative, norms._replace(absolute=claimed).relative()
+        absolute, before = norms.absolute, self.relative
         self.absolute = torch.where(good, absolute, self.absolute)
-        self.relative = torch.where(good, relative, self.relative)
-        self.parts = _of_rows(good, parts, self.parts)
+        self.relative = torch.where(good, norms.relative(), self.relative)
+        self.parts = _of_rows(good, norms.parts, self.parts)
         self.residual = self._residual()
         self.steps = torch.where(self.active, step, self.steps)
         self.codes = torch.where(self.active & ~good, Status.NONFINITE, self.codes)
@@ -241,12 +230,14 @@ class Ledger:
         if not self.watch:
             return good
         self.peak = torch.maximum(self.peak, self.absolute)  # of a frozen sample nothing changes
-        rounded = absolute < claimed if self.linear else self.relative <= self.rounding
+        level = norms.level
+        rounded = self.relative <= self.rounding if level is None else absolute <= level
         ends = good & (rounded | (self.residual <= self.solver.tol))
-        if not looks or bool(ends.any()):  # a look is free on a CPU and mostly saves the work
-            self._close(good, good & rounded, before, size)
-        better = good & (claimed < self.best_absolute)
-        self.best_absolute = torch.where(better, claimed, self.best_absolute)
+        # A look is free on a CPU and mostly saves the work.
+        if not look_is_free(good.device) or bool(ends.any()):
+            self._close(good, good & rounded, before, norms.size)
+        better = good & (absolute < self.best_absolute)
+        self.best_absolute = torch.where(better, absolute, self.best_absolute)
         self.best_residual = torch.where(better, self.residual, self.best_residual)
         self.best_parts = _of_rows(better, self.parts, self.best_parts)
         self.best_step = torch.where(better, step, self.best_step)
@@ -255,7 +246,7 @@ class Ledger:
     def _close(self, good: Tensor, rounded: Tensor, before: Tensor, size: Tensor) -> None:
         tol = self.solver.tol
         converged = good & (self.residual <= tol)
-        if self.solver.stop != "absolute" and not self.linear:
+        if self.solver.stop != "absolute":
             # A z that runs away makes any g look small beside it: slowly with f(z) = z + c, whose
             # g is constant, or at once after a wild step, when g may even vanish in rounding.
             hidden = self.precision * size > flight_limit(tol, self.precision) * self.peak

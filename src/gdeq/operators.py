@@ -109,7 +109,7 @@ class LowRankInverse(Inverse):
 # 0.1 to 0.4 differ little.  More secants help after solves of more steps, but each takes two
 # vectors, and of more than 16 rows torch.linalg.inv_ex waits for the device, which a recorded step
 # may not.
-COUNT = 15
+MOST_SECANTS = 15
 RIDGE = 0.2
 NEAR = 0.5  # beside ‖z‖: at this distance from z the ridge of a secant, squared, has doubled
 FIT = 0.02  # and at this misfit; from 0.01 to 0.03 differ little
@@ -117,7 +117,7 @@ FIT = 0.02  # and at this misfit; from 0.01 to 0.03 differ little
 
 @dataclass
 class Secants:
-    """The last `COUNT` secants of every sample, and the inverse that follows from them.
+    """The last `MOST_SECANTS` secants of every sample, and the inverse that follows from them.
 
     Between two iterates z moves by s, and g(z) = f(z) − z by y ≈ (J − I)s.  With one column a
     secant in S and Y, the matrix nearest to −I that maps every y to its s is
@@ -149,7 +149,7 @@ class Secants:
     @staticmethod
     def empty(z: Tensor, steps: int) -> Secants:  # (batch, d)
         batch, d = z.shape
-        places = min(COUNT, steps) + 1
+        places = min(MOST_SECANTS, steps) + 1
         s, y = z.new_zeros(2, batch, places, d)
         count = torch.zeros(batch, dtype=torch.long, device=z.device)
         return Secants(s, y, z.new_zeros(batch, places), count, z.new_zeros(batch))

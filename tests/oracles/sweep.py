@@ -103,9 +103,7 @@ class PlainSweep:
         g = fz - self.z
         norms = self.measure(fz, self.z, g)
         if t == 0:
-            self.measure.starts_at(norms)
-            linear = self.scale is not None
-            self.ledger = Ledger(self.solver, self.precision, norms, linear)
+            self.ledger = Ledger(self.solver, self.precision, norms)
             good = torch.isfinite(norms.absolute) & torch.isfinite(norms.size)
             step = self._begin(g, norms.absolute)
         else:

@@ -59,7 +59,7 @@ from gdeq.fast import graphs
 from gdeq.fast.eight_bits import Scales, in_full
 from gdeq.fast.kernels.device import MOST_SAMPLES
 from gdeq.loop import Iterates
-from gdeq.operators import COUNT, Inverse, Secants, norm, safe_norms
+from gdeq.operators import MOST_SECANTS, Inverse, Secants, norm, safe_norms
 from gdeq.solvers.anderson import Anderson
 from gdeq.solvers.base import Solver
 from gdeq.solvers.broyden import Broyden
@@ -331,7 +331,7 @@ def secants_of_steps(
     steps.masked_fill_(unused.unsqueeze(2), 0.0)
     number = torch.arange(n - 1, device=steps.device)
     number = torch.where(keep[:, : n - 1] & ~unused[:, 1:], number, -1)
-    number = number.topk(min(COUNT, n - 1), dim=1).values  # the last ones
+    number = number.topk(min(MOST_SECANTS, n - 1), dim=1).values  # the last ones
     known, number = number >= 0, number.clamp(min=0)
     of_g = coordinates.tril()[:, :n, :n]
     of_y = torch.where(known.unsqueeze(2), of_g[rows, number + 1] - of_g[rows, number], 0.0)

@@ -45,8 +45,9 @@ class Solver:
     tol: a sample is done when its residual is at most this; 0 runs exactly ``max_iter`` steps.
     stop: what the residual is.  "relative" divides ‖f(z) − z‖ by max(‖f(z)‖, ‖z‖).  If the state
         has several tensors, this is done for each, and the largest counts; a tensor smaller than
-        1e-5 of the whole state is taken to be that large.  "whole" takes the state as one vector,
-        and "absolute" takes ‖f(z) − z‖ as it is.
+        1e-5 of the whole state is taken to be that large, and a z that has become smaller than the
+        rounding of the first one as large as that rounding: beside a z* of 0 no ‖f(z) − z‖ is
+        small.  "whole" takes the state as one vector, and "absolute" takes ‖f(z) − z‖ as it is.
     check_every: check only every so many steps whether the whole batch is done, since each check
         waits for the device.  Results do not change.
 

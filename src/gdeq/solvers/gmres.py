@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize, pad
 
 from gdeq.operators import Inverse, norm
 from gdeq.options import options
@@ -17,11 +18,19 @@ from gdeq.solvers.base import Point, Solver, System, advance
 class GMRESState:
     right: Tensor  # (batch, d) b, the residual of z = 0
     beta: Tensor  # (batch, 1) its norm
-    basis: Tensor  # (batch, places + 1, d) orthonormal, from b and the images of the directions
-    directions: Tensor  # (batch, places, d)
-    hessenberg: Tensor  # (batch, places + 1, places): A · directions = basis · hessenberg
+    basis: Tensor  # (batch, rows + 1, d) orthonormal, from b and the images of the directions
+    directions: Tensor  # (batch, rows, d)
+    hessenberg: Tensor  # (batch, rows + 1, rows): A · directions = basis · hessenberg
     inverse: Inverse | None
+    most: int  # rows
     step: int = 0
+
+    def grow(self) -> None:
+        more = min(self.step, self.most - self.step)
+        self.basis, self.directions = (
+            pad(x, (0, 0, 0, more)) for x in (self.basis, self.directions)
+        )
+        self.hessenberg = pad(self.hessenberg, (0, more, 0, more))
 
 
 @options
@@ -52,22 +61,23 @@ class GMRES(Solver):
     def init(self, start: Point, system: System) -> GMRESState:
         (batch, d), right = start.z.shape, system.right
         assert right is not None
-        places = min(self.max_iter, d) + 1  # a Krylov space has no more directions than the system
+        most = min(self.max_iter, d) + 1  # a Krylov space has no more directions than the system
+        rows = most if self.tol == 0 else min(most, 8)  # as in `Broyden`: most solves end early
         beta = norm(right).nan_to_num(0.0, 0.0).unsqueeze(1)  # a sample that failed spans nothing
-        basis, directions = right.new_zeros(batch, places + 1, d), right.new_zeros(batch, places, d)
+        basis, directions = right.new_zeros(batch, rows + 1, d), right.new_zeros(batch, rows, d)
         basis[:, 0] = torch.where(beta > 0, right, 0.0) / torch.where(beta > 0, beta, 1.0)
-        hessenberg = right.new_zeros(batch, places + 1, places)
-        state = GMRESState(right, beta, basis, directions, hessenberg, system.inverse)
+        hessenberg = right.new_zeros(batch, rows + 1, rows)
+        state = GMRESState(right, beta, basis, directions, hessenberg, system.inverse, most)
         self._extend(start, torch.isfinite(norm(start.g)), state)
         return state
 
     def propose(self, here: Point, state: GMRESState) -> Tensor:
-        if state.step == state.directions.shape[1]:
+        if state.step == state.most:
             return here.z
         q = state.basis[:, state.step]
         p = q
         if state.inverse is not None:
-            known = torch.nn.functional.normalize(state.directions[:, : state.step], dim=2)
+            known = normalize(state.directions[:, : state.step], dim=2)
             p = state.inverse.negative_matvec(q)
             for _ in range(2):
                 p = p - torch.bmm(torch.bmm(p.unsqueeze(1), known.mT), known).squeeze(1)
@@ -79,7 +89,7 @@ class GMRES(Solver):
     def learn(
         self, here: Point, there: Point, accepted: Tensor, state: GMRESState
     ) -> tuple[Point, GMRESState]:
-        if state.step == state.directions.shape[1]:
+        if state.step == state.most:
             return here, state
         self._extend(there, accepted, state)
         return advance(accepted, here, self.minimise(state)), state
@@ -87,6 +97,8 @@ class GMRES(Solver):
     def _extend(self, there: Point, accepted: Tensor, state: GMRESState) -> None:
         """Take in one more direction, z, whose image under A is b − g."""
         j, mask = state.step, accepted.unsqueeze(1)
+        if j == state.directions.shape[1]:
+            state.grow()
         state.directions[:, j] = torch.where(mask, there.z, 0.0)
         image = torch.where(mask, state.right - there.g, 0.0)
         size = norm(image)
