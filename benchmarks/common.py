@@ -291,14 +291,6 @@ def peak_memory(run: Callable[[], Any], device: torch.device) -> int:
     return worst
 
 
-def slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Least squares y = a + b·x: -> a, b."""
-    mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
-    spread = sum((p - mean_x) ** 2 for p in x)
-    b = sum((p - mean_x) * (q - mean_y) for p, q in zip(x, y, strict=True)) / spread
-    return mean_y - b * mean_x, b
-
-
 # Figures: colour-blind safe (Okabe and Ito), ours in the strongest line.
 
 COLORS = {
