@@ -17,7 +17,6 @@ from gdeq.lab import data as datasets
 from gdeq.lab.metric import Metric
 from gdeq.lab.training import adapting, loop, process, progress, recordings, runs
 from gdeq.lab.training import config as configs
-from gdeq.lab.training.convergence import ConvergenceWatch
 from gdeq.lab.training.folder import RunFolder
 from gdeq.lab.training.settings import AdaptConfig
 from gdeq.solvers import Broyden
@@ -439,31 +438,6 @@ def test_a_warning_once_an_epoch(adaptive):
     assert len(warnings) == 3
     assert "at step 2, with all that adapt.steps and adapt.penalty_most allow" in warnings[0]
     assert "or raise adapt.forward" in warnings[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "advice"),
-    [
-        ([], "adapt.forward=0.01 is not reached with the steps in use (at most 18); if that"),
-        (["adapt.forward=0.5"], "lower adapt.forward=0.5, which allows such a residual"),
-    ],
-)
-def test_what_to_do_where_it_no_longer_converges(settings, advice):
-    """Not solver.max_iter, which nobody reads here."""
-    config = configs.load("digits", [*TINY, *ADAPT, "solver.tol=1e-3", *settings])
-    (said,) = ConvergenceWatch(config).warnings(0, 1, 0.3)
-    place = "(mean residual 3.0e-01 at step 1)"
-    assert said.startswith(f"warning: the solver no longer converges {place}: {advice}")
-
-
-def test_nothing_is_said_of_what_a_target_allows_until_it_tightens():
-    settings = ["adapt.forward=0.05", "adapt.forward_at_first=0.2"]
-    watch = ConvergenceWatch(configs.load("digits", [*TINY, *ADAPT, *settings]))
-    told = [
-        list(watch.warnings(epoch, epoch, residual, target))
-        for epoch, residual, target in ((1, 0.39, 0.2), (2, 0.12, 0.065), (3, 0.14, 0.065))
-    ]
-    assert [len(texts) for texts in told] == [0, 0, 1]
 
 
 def test_the_test_is_solved_with_the_steps_in_use(adaptive):

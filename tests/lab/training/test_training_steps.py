@@ -468,6 +468,8 @@ def warned(trainer, residuals, *settings, samples=training_runs.BATCH):
         ([0.9] * 6, ["gradient=unrolled"], []),
         ([0.9] * 6, ["pretrain_steps=6"], []),
         ([0.9] * 6, ["pretrain_steps=4"], [5]),
+        # The controller tells it in another way.
+        ([0.9] * 6, ["adapt.enabled=true"], []),
     ],
 )
 def test_a_solver_that_does_not_converge_is_told(trainer, residuals, settings, expected):

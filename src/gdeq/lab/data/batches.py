@@ -188,14 +188,9 @@ class ImageBatches(Batches):
         # Two roundings everywhere, so that CPU and GPU agree to the bit.
         normal = images.to(torch.float32, memory_format=self.layout).mul_(self.scale)
         normal.add_(self.shift)
-        if augment is None or drawn is None:
+        if augment is None or drawn is None or self.classes is None:
             return normal, labels
-        normal = augment.cut(normal, drawn)
-        return (
-            (normal, labels)
-            if self.classes is None
-            else augment.mix(normal, labels, self.classes, drawn)
-        )
+        return augment.mix(normal, labels, self.classes, drawn)
 
     def _drawn(self, part: Part) -> Tensor | None:
         """What happens to each image of the part; drawn for the whole batch."""

@@ -415,9 +415,9 @@ class Trainer:
         record["lr"] = optim.learning_rate(self.config, self.step - 1, self.total)
         self.records.add(record)
         if not self.records.has_unrolled(record):
-            target = self.controller.forward.target if self.controller else None
-            for text in self.convergence.warnings(epoch, self.step, figures["residual"], target):
-                self.progress.say(text)
+            warning = self.convergence.warning(epoch, self.step, figures["residual"])
+            if warning is not None:
+                self.progress.say(warning)
 
     def _end_of_epoch(self, epoch: int) -> None:
         train = self.sums.read(self.process)

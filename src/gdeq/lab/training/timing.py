@@ -21,7 +21,6 @@ from gdeq.lab.training.recordings import wait_for
 
 TURNS, STEPS = 12, 3  # of each method, and the steps of a turn
 LEAST, PATIENCE = 4, 60.0  # turns at least; seconds after which no other turn begins
-BUSY = 0.05  # share of the time spent waiting for a core, above which others were at work
 
 
 def in_turns(
@@ -78,11 +77,6 @@ def time_runs(
         evals, vjps = (statistics.mean(column) for column in zip(*some, strict=True))
         told = {**shared, "ms": found[name], "evals": evals, "vjps": vjps}
         RunFolder(Path(name)).write("timing.json", json.dumps(told, indent=1))
-    if waited is not None and waited > BUSY:
-        tell(
-            f"warning: other processes are using the cores: {waited:.0%} of the time was spent "
-            "waiting for one; run the command again on an idle machine for better times"
-        )
     del trainers, steps, first
     gc.collect()
 
