@@ -325,7 +325,7 @@ def similarity(
     run's similarity.jsonl.
     """
     from gdeq.lab.report.runs import read_run
-    from gdeq.lab.report.similarity import Similarity
+    from gdeq.lab.report.similarity import Similarity, left_out
     from gdeq.lab.training import runs
 
     found: list[dict[str, Any]] = []
@@ -342,19 +342,13 @@ def similarity(
     table = Similarity(read_run(run), "", found).table
     if table.rows:
         typer.echo(table.text())
-    for epoch in dict.fromkeys(record["epoch"] for record in found):
-        first = [r for r in found if r["epoch"] == epoch and r["method"] == "Implicit"]
-        samples, left = sum(r["samples"] for r in first), sum(r["solved"] for r in first)
-        rest = "The cosines above are those of the others, which are easier"
-        if not left:
-            rest = "None is left: raise --exact-tol (float32 reaches about 1e-6)"
-        if left < samples:
-            tell(
-                f"warning: at epoch {epoch} {samples - left} of {samples} samples are left out: no "
-                f"equilibrium, or no exact gradient at it, was found to {exact_tol:.1e} "
-                f"(--exact-tol).  {rest}"
-            )
+    if lost := left_out(found):
+        tell(
+            f"warning: left out, since no equilibrium or no exact gradient at it was found to "
+            f"{exact_tol:.1e} (--exact-tol): {', '.join(lost)}.  The others are easier"
+        )
     if not any(record["solved"] for record in found):
+        tell("no sample is left: raise --exact-tol (float32 reaches about 1e-6)")
         raise typer.Exit(1)
     tell(f"saved in {run / 'similarity.jsonl'}")
 

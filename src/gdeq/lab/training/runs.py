@@ -326,7 +326,7 @@ def _keep_similarity(run: RunFolder, epoch: int, records: list[dict[str, Any]], 
     before = read_metrics(run.path / name)
     others = [record for record in before if record.get("epoch") != epoch]
     if len(others) < len(before):
-        if not any(record["solved"] or record["solved_here"] for record in records):
+        if not any(record["solved"] for record in records):
             nothing = "no sample is solved to that, its earlier records"
             tell(f"epoch {epoch}: {nothing} in {name} are kept")
             return
