@@ -248,19 +248,19 @@ def sample(
     from gdeq.lab.training import runs
     from gdeq.lab.training.precision import precision
 
-    trainer = runs.trained(run, data, device)
-    task = trainer.task
-    model: Any = trainer.model
+    learner = runs.trained(run, data, device)
+    task = learner.task
+    model: Any = learner.model
     if not isinstance(task, Language):
         raise configs.ConfigError(f"{run} is not a language model: its task is {task.name}")
     start = task.encoded(prompt)
     if not len(start):
         raise configs.ConfigError("--prompt is empty: write at least one word")
-    trainer.set_phase(trainer.total - 1)
-    solved = trainer.deq.solver is not None  # else it is evaluated once
+    learner.set_phase(learner.total - 1)
+    solved = learner.deq.solver is not None  # else it is evaluated once
     if solved:
-        trainer.deq.solver = Picard(max_iter=steps, tol=tol, stop="whole")
-    with precision(trainer.config, trainer.process.device):
+        learner.deq.solver = Picard(max_iter=steps, tol=tol, stop="whole")
+    with precision(learner.config, learner.process.device):
         made = list(continued(model, start, tokens, temperature, seed, solved and not fresh))
     typer.echo(task.decoded([*start.tolist(), *(token for token, _ in made)]))
     mean = statistics.mean(taken for _, taken in made)

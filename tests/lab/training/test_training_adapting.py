@@ -15,7 +15,7 @@ from training_runs import PER_EPOCH, RICH, TINY, assert_resumed, run_all
 from gdeq.gradients import GDEQ, JFB, Measured, Unrolled
 from gdeq.lab import data as datasets
 from gdeq.lab.metric import Metric
-from gdeq.lab.training import adapting, loop, process, progress, recordings, runs
+from gdeq.lab.training import adapting, learner, loop, process, progress, recordings, runs
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.folder import RunFolder
 from gdeq.lab.training.settings import AdaptConfig
@@ -583,7 +583,7 @@ def test_all_that_changes_a_step_is_in_its_way(adaptive, monkeypatch):
     for steps, refine, weight in wanted:
         scripted(made, [(steps, refine, weight)])
         for made.step in range(6):
-            measured = loop.measures(made.config, made.step)
+            measured = learner.measures(made.config, made.step)
             now = steps, refine, bool(weight) and made.step % 2 == 0, measured
             made.one_step(*batch)
     assert len(ways) == 2 * 2 * 2 * 2

@@ -20,7 +20,7 @@ from gdeq.lab import report
 from gdeq.lab.report.runs import read_run
 from gdeq.lab.tasks import Metric
 from gdeq.lab.training import config as configs
-from gdeq.lab.training import loop, optimization, process, progress, records, runs, timing
+from gdeq.lab.training import learner, loop, optimization, process, progress, records, runs, timing
 from gdeq.lab.training.folder import RunFolder
 from gdeq.lab.training.metrics import Sums
 from gdeq.solution import BackwardRecord
@@ -341,7 +341,7 @@ def test_residual_penalty_is_on_the_f_that_was_solved(trainer, monkeypatch):
     settings = ["residual_weight=1", "residual_every=1", "model.dropout=0.5", "pretrain_steps=1"]
     made = trainer(*settings)
     masks, injections, seen = [], [], []
-    draw, penalty = VariationalDropout._draw, loop.residual_penalty
+    draw, penalty = VariationalDropout._draw, learner.residual_penalty
 
     def counted(*args):
         masks.append(draw(*args))
@@ -358,7 +358,7 @@ def test_residual_penalty_is_on_the_f_that_was_solved(trainer, monkeypatch):
     made.one_step(*batches(made)[0])
     assert seen == []  # none while it is unrolled
     monkeypatch.setattr(VariationalDropout, "_draw", counted)
-    monkeypatch.setattr(loop, "residual_penalty", watched)
+    monkeypatch.setattr(learner, "residual_penalty", watched)
     made.model.stem.register_forward_hook(lambda *_: injections.append(1))
     made.one_step(*batches(made)[1])
     assert len(injections) == 1
@@ -508,8 +508,8 @@ def test_the_residual_is_measured_at_every_so_many_steps(trainer):
 def test_a_gradient_without_vjps_is_measured_at_one_step_in_ten(trainer, gradient, monkeypatch):
     """And trains as if it were not."""
     results = []
-    for least in (loop.SELDOM, 10**6):
-        monkeypatch.setattr(loop, "SELDOM", least)
+    for least in (learner.SELDOM, 10**6):
+        monkeypatch.setattr(learner, "SELDOM", least)
         made = trainer(f"gradient={gradient}", "gradient.refine=0", "solver.tol=0")
         batch = next(iter(made.train_batches.epoch(0)))[1]
         seen = []

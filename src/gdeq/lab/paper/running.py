@@ -19,8 +19,8 @@ from gdeq.lab.training import config as configs
 from gdeq.lab.training import process, runs
 from gdeq.lab.training.config import Config
 from gdeq.lab.training.folder import RunError, RunFolder, read_metrics
-from gdeq.lab.training.loop import DivergedError
 from gdeq.lab.training.precision import caution
+from gdeq.lab.training.stopping import DivergedError
 from gdeq.options import count
 
 DONE, FAILED, BEGUN, MISSING = "finished", "failed", "begun", "missing"

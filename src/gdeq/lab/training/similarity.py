@@ -27,7 +27,7 @@ from gdeq import (
 )
 from gdeq.fixed_point import check_pair
 from gdeq.lab.data import Batches
-from gdeq.lab.training.loop import Trainer, deq_inputs
+from gdeq.lab.training.learner import Learner, deq_inputs
 from gdeq.lab.training.precision import precision
 from gdeq.lab.training.settings import Config
 from gdeq.solution import Cotangent
@@ -106,7 +106,7 @@ def solver_for(method: Gradient, solver: Solver) -> Solver:
 
 
 def similarity(
-    trainer: Trainer,
+    learner: Learner,
     batches: Batches,
     solver: Solver,
     count: int,
@@ -123,11 +123,11 @@ def similarity(
     "solved" counts those that are left, which are the easier ones.  The spectral radius of ∂f/∂z is
     that of the middle and of the worst solved sample, the same in all records of a mini-batch.
     """
-    trainer.model.eval()
+    learner.model.eval()
     for index, batch in itertools.islice(batches.epoch(epoch), count):
         # Closed before a record is handed out: the caller's arithmetic is not ours to change.
         with precision(FULL, batch[0].device):
-            records = list(compare(Problem(trainer, batch), solver, exact_tol, METHODS))
+            records = list(compare(Problem(learner, batch), solver, exact_tol, METHODS))
         for record in records:
             yield {"epoch": epoch, "batch": index, **record}
 
@@ -166,8 +166,8 @@ def compare(
 class Problem:
     """The loss of one mini-batch, and gradients of it by any solver and method."""
 
-    def __init__(self, trainer: Trainer, batch: tuple[Tensor, ...]) -> None:
-        self.model, self.deq, self.task = trainer.model, trainer.deq, trainer.task
+    def __init__(self, learner: Learner, batch: tuple[Tensor, ...]) -> None:
+        self.model, self.deq, self.task = learner.model, learner.deq, learner.task
         self.batch = batch
 
     def losses(self, solver: Solver, method: Gradient) -> Tensor:  # -> (batch,)
