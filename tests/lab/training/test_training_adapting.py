@@ -219,20 +219,6 @@ def test_what_failed_before_the_penalty_was_raised_is_tried_soon_again():
     assert [made.look(1e-3, 0.2) for _ in range(2)][-1].steps == 4
 
 
-def test_a_model_that_the_penalty_holds_down():
-    """Rate of convergence 0.9 without a penalty: no rung suffices; a weight of 1 brings 0.75."""
-    made = controller()
-    found = []
-    for _ in range(300):
-        choice = made.choice
-        made.look((0.9 - 0.15 * choice.residual_weight) ** choice.steps, 0.2)
-        found.append(made.choice)
-    late = found[100:]
-    assert max(c.residual_weight for c in late) <= 2
-    assert min(c.residual_weight for c in late) > 0
-    assert all(c.steps >= 12 for c in late)
-
-
 ROW = {
     **{"forward": 0.1, "backward": 0.7, "steps": (4, 5, 6, 7, 9), "refine": (1, 2)},
     **{"room": 0.5, "patience": 2},
