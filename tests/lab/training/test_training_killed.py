@@ -26,7 +26,7 @@ from gdeq.lab.training import (
 )
 from gdeq.lab.training import config as configs
 
-LONG = [*RICH, "epochs=8"]
+LONG = [*RICH, "epochs=20"]  # so many that no signal comes too late
 
 
 @pytest.fixture(scope="module")
