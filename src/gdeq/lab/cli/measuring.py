@@ -200,7 +200,9 @@ def paper_run(
         out,
         overrides=settings or [],
         root=data,
-        measure=running.Measure(batches, images, exact_tol),
+        batches=batches,
+        images=images,
+        exact_tol=exact_tol,
         tell=tell,
     )
     if dry_run:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,12 @@ DONE, FAILED, BEGUN, MISSING = "finished", "failed", "begun", "missing"
 ASIDE = {"device", "log_every", "test_every", "checkpoint_seconds", "snapshots", "solver.step_bits"}
 
 
-@dataclass(frozen=True)
-class Measure:
-    """How the gradients of a run are compared."""
-
-    batches: int = 8
-    images: int = 64
-    tol: float = 1e-4
-
-    def __post_init__(self) -> None:
-        runs.check_exact_tol(self.tol)  # before anything is trained
-
-
 class Journey:
-    """One call; ``out`` is where the run folders are."""
+    """One call.
+
+    out: where the run folders are.
+    batches, images: mini-batches by which the gradients of a run are compared, and their size.
+    """
 
     def __init__(
         self,
@@ -49,11 +40,14 @@ class Journey:
         *,
         overrides: Sequence[str] = (),
         root: Path | None = None,
-        measure: Measure | None = None,
+        batches: int = 8,
+        images: int = 64,
+        exact_tol: float = 1e-4,
         tell: Callable[[str], None] = print,
     ) -> None:
+        runs.check_exact_tol(exact_tol)  # before anything is trained
         self.out, self.overrides, self.root, self.tell = out, overrides, root, tell
-        self.measure = measure or Measure()
+        self.batches, self.images, self.exact_tol = batches, images, exact_tol
         self.notes: dict[str, str] = {}  # on each run that was trained in this call
 
     def state(self, run: Planned) -> str:
@@ -123,15 +117,15 @@ class Journey:
 
     def _compare(self, run: Planned, config: Config) -> None:
         """The gradients of each snapshot that was not looked at before."""
-        path, measure = self.out / run.name, self.measure
+        path = self.out / run.name
         seen = {record.get("epoch") for record in read_metrics(path / "similarity.jsonl")}
         for epoch in runs.snapshots(path):
             if epoch in seen:
                 continue
             self.tell(f"{run.name}: comparing the gradients of epoch {epoch}")
             for _ in runs.measure_similarity(
-                *(path, [epoch], measure.batches, measure.images),
-                *(self.root, config.device, measure.tol, self.tell),
+                *(path, [epoch], self.batches, self.images),
+                *(self.root, config.device, self.exact_tol, self.tell),
             ):
                 pass
             _free()
