@@ -71,7 +71,7 @@ class Batches:
         if drop_last and batch_size > self.samples:
             raise ValueError(
                 f"batch_size {batch_size} is larger than the data set "
-                f"({count(self.samples, 'sample')}): lower it, or pass drop_last=False"
+                f"({count(self.samples, 'sample')}): lower batch_size"
             )
         self.batch_size, self.seed = batch_size, seed
         self.shuffle, self.drop_last = shuffle, drop_last

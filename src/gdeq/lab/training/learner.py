@@ -65,12 +65,7 @@ class Learner:
 
     def _batches(self) -> tuple[Any, Any]:
         """The batches of the training set and of the test set."""
-        size, samples = self.config.batch_size, len(self.task.data.train[0])
-        if size > samples:
-            raise ConfigError(
-                f"batch_size {size} is larger than the data set ({count(samples, 'sample')}): "
-                "lower batch_size"
-            )
+        size = self.config.batch_size
         tested = _test_batch(len(self.task.data.test[0]), size, self.process.world_size)
         try:
             return self.task.train_batches(size), self.task.test_batches(tested)
