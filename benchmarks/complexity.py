@@ -183,14 +183,11 @@ def summarize(rows: list[dict[str, Any]], state: float, report: Report) -> None:
     report("\nn is K, k or m: what the method iterates over (JFB and GDEQ: nothing, n repeats)")
     report.table(
         [
-            {
-                "method": row["method"],
-                "n": row["n"],
-                "VJPs": row["VJPs"],
+            {name: row[name] for name in ("method", "n", "VJPs")}
+            | {
                 "ms": f"{row['ms']:.2f}",
                 "quartiles": f"{row['ms_q1']:.2f}-{row['ms_q3']:.2f}",
-                "peak MiB": f"{row['peak MiB']:.2f}",
-                "held MiB": f"{row['held MiB']:.2f}",
+                **{name: f"{row[name]:.2f}" for name in ("peak MiB", "held MiB")},
             }
             for row in rows
         ]
