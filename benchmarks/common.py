@@ -1,4 +1,4 @@
-"""What the benchmarks share: cells, timing, memory, tables and figures."""
+"""What the benchmarks share: options, timing, memory, tables and figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from typing import Any
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports its own start and stop
 
 import torch
-from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results" / "core"
@@ -105,111 +104,6 @@ def _cell(value: Any) -> str:
     return str(value)
 
 
-# Cells: f(z, x).  `gain` scales what depends on z, and with it the spectral radius at z*.
-
-
-class TanhCell(nn.Module):
-    """tanh(gain · Wz + x): one dense layer."""
-
-    gain: Tensor
-
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(d, d) / d**0.5)
-        self.register_buffer("gain", torch.tensor(0.9))
-        self.d = d
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return torch.tanh(self.gain * z @ self.weight.T + x)
-
-    def initial_state(self, batch: int) -> Tensor:
-        return self.weight.new_zeros(batch, self.d)
-
-    def draw_input(self, batch: int) -> Tensor:
-        return torch.randn(batch, self.d)
-
-
-class ConvCell(nn.Module):
-    """A residual block as in MDEQ: conv-norm-relu, conv-norm, add, relu, norm.
-
-    The input enters before the first norm, else that norm would undo the gain.
-    """
-
-    gain: Tensor
-
-    def __init__(self, channels: int, size: int, groups: int = 4) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm1, self.norm2, self.norm3 = (nn.GroupNorm(groups, channels) for _ in range(3))
-        self.register_buffer("gain", torch.tensor(1.0))
-        self.shape = (channels, size, size)
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        z = self.gain * z + x
-        h = torch.relu(self.norm1(self.conv1(z)))
-        h = self.norm2(self.conv2(h))
-        return self.norm3(torch.relu(z + h))
-
-    def initial_state(self, batch: int) -> Tensor:
-        return self.conv1.weight.new_zeros(batch, *self.shape)
-
-    def draw_input(self, batch: int) -> Tensor:
-        return torch.randn(batch, *self.shape)
-
-
-class MultiscaleCell(nn.Module):
-    """MDEQ in small: a residual block per scale, then every scale hears every other one."""
-
-    gain: Tensor
-
-    def __init__(self, channels: Sequence[int], size: int, groups: int = 4) -> None:
-        super().__init__()
-        sizes = [size >> i for i in range(len(channels))]
-        self.blocks = nn.ModuleList(
-            ConvCell(c, s, groups) for c, s in zip(channels, sizes, strict=True)
-        )
-        self.fuse = nn.ModuleList(
-            nn.ModuleList(_path(a, b, i - j, groups) for j, a in enumerate(channels))
-            for i, b in enumerate(channels)
-        )
-        self.post = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(c, c, 1, bias=False), nn.GroupNorm(groups, c)) for c in channels
-        )
-        self.register_buffer("gain", torch.tensor(1.0))
-        self.shapes = [(c, s, s) for c, s in zip(channels, sizes, strict=True)]
-
-    def forward(self, z: tuple[Tensor, ...], x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        h = [b(self.gain * s, u) for b, s, u in zip(self.blocks, z, x, strict=True)]
-        mixed = [sum(path(s) for path, s in zip(row, h, strict=True)) for row in self.fuse]
-        return tuple(post(torch.relu(m)) for post, m in zip(self.post, mixed, strict=True))
-
-    def initial_state(self, batch: int) -> tuple[Tensor, ...]:
-        zero = self.post[0][0].weight.new_zeros
-        return tuple(zero(batch, *shape) for shape in self.shapes)
-
-    def draw_input(self, batch: int) -> tuple[Tensor, ...]:
-        return tuple(torch.randn(batch, *shape) for shape in self.shapes)
-
-
-def _path(a: int, b: int, down: int, groups: int) -> nn.Module:
-    """From one scale to another: strided convolutions down, a 1×1 convolution and upsampling up."""
-    if down == 0:
-        return nn.Identity()
-    if down < 0:
-        return nn.Sequential(
-            nn.Conv2d(a, b, 1, bias=False),
-            nn.GroupNorm(groups, b),
-            nn.Upsample(scale_factor=2**-down, mode="nearest"),
-        )
-    steps: list[nn.Module] = []
-    for i in range(down):
-        c = b if i == down - 1 else a
-        steps += [nn.Conv2d(a, c, 3, stride=2, padding=1, bias=False), nn.GroupNorm(groups, c)]
-        steps += [nn.ReLU()] if i < down - 1 else []
-    return nn.Sequential(*steps)
-
-
 # Measuring
 
 
@@ -289,14 +183,6 @@ def peak_memory(run: Callable[[], Any], device: torch.device) -> int:
         held += event.nbytes()
         worst = max(worst, held)
     return worst
-
-
-def slope(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """Least squares y = a + b·x: -> a, b."""
-    mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
-    spread = sum((p - mean_x) ** 2 for p in x)
-    b = sum((p - mean_x) * (q - mean_y) for p, q in zip(x, y, strict=True)) / spread
-    return mean_y - b * mean_x, b
 
 
 # Figures: colour-blind safe (Okabe and Ito), ours in the strongest line.

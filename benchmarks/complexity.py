@@ -2,8 +2,9 @@
 
 The forward pass is made once; the backward pass is then repeated on its graph.  What the methods
 iterate over is varied: K (Implicit's Broyden steps), k (NPG's steps, GDEQ's refinement), and for
-GDEQ the number m of updates that the forward pass kept.  A least-squares slope over them shows what
-grows.  With --mdeq it is the paper's model, on a GPU in bf16 and as CUDA graphs, as it is trained:
+GDEQ the number m of updates that the forward pass kept.  A least-squares line over them shows what
+grows.  By default f is a small convolution; with --mdeq it is the paper's model, on a GPU in bf16
+and as CUDA graphs, as it is trained:
 
 PYTHONPATH=src python3 benchmarks/complexity.py --device cuda --mdeq large --out results/cifar10
 
@@ -20,23 +21,15 @@ import argparse
 import gc
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from statistics import linear_regression
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import gdeq
-from common import (
-    COLORS,
-    ConvCell,
-    Report,
-    interleave,
-    parser,
-    peak_memory,
-    pyplot,
-    quartiles,
-    slope,
-)
+from common import COLORS, Report, interleave, parser, peak_memory, pyplot, quartiles
 from gdeq.lab.bench.steps import Setup, arithmetic, build
 
 MIB = 2**20
@@ -53,58 +46,32 @@ TABLE_1 = {
 
 
 class Case:
-    """A cell with its input; makes backward passes to its parameters."""
-
-    def __init__(self, channels: int, size: int, batch: int, device: torch.device) -> None:
-        cell = ConvCell(channels, size)
-        cell.gain.fill_(0.2)
-        x = cell.draw_input(batch).to(device)
-        self.cell = cell.to(device)
-        self.z0 = self.cell.initial_state(batch)
-        self.v = torch.randn_like(self.z0)
-        self.f: Callable[[Tensor], Tensor] = lambda z: self.cell(z, x)
-        self.parameters = list(self.cell.parameters())
-
-    def backward(
-        self, gradient: gdeq.Gradient, steps: int, memory: int | None = None
-    ) -> tuple[Callable[[], Any], gdeq.Solution]:
-        """Solve once; the function returned runs the backward pass, as often as wanted."""
-        solver = gdeq.Broyden(max_iter=steps, tol=0.0, memory=memory)
-        solution = gdeq.fixed_point(self.f, self.z0, solver, gradient)
-
-        def run() -> None:
-            torch.autograd.grad(solution.z, self.parameters, self.v, retain_graph=True)
-
-        return run, solution
-
-
-class MdeqCase:
-    """The paper's cell with its injection; makes passes to its parameters, on a GPU as graphs."""
+    """A DEQ with its input; makes passes to its parameters, on a GPU as graphs."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.model = build(setup, gdeq.JFB())
-        images, _ = setup.draw()
+        inputs, _ = setup.draw()
         with torch.no_grad(), arithmetic(setup, setup.precision):
-            self.x = self.model.stem(images).detach()
-        z = self._solve(self.x, gdeq.JFB(), 2)
-        self.v = tuple(torch.randn_like(part) for part in z)
-        self.z0 = torch.cat([part.detach().float().flatten(1) for part in z], dim=1)
+            self.x = self.model.stem(inputs).detach()
+        z = self.solve(self.x, gdeq.JFB(), 2)
+        self.v = [torch.randn_like(part) for part in z]
+        self.state = sum(4 * part.numel() for part in z) / MIB  # solvers keep it in float32
         self.parameters = list(self.model.deq.parameters())
 
-    def _solve(self, x: Tensor, gradient: gdeq.Gradient, steps: int) -> tuple[Tensor, ...]:
+    def solve(self, x: Tensor, gradient: gdeq.Gradient, steps: int) -> list[Tensor]:
         torch.clear_autocast_cache()
         deq = self.model.deq
         deq.solver, deq.gradient = gdeq.Broyden(max_iter=steps, tol=0.0), gradient
         with arithmetic(self.setup, self.setup.precision):
-            return tuple(deq(x))
+            return tree_leaves(deq(x))
 
     def backward(
         self, gradient: gdeq.Gradient, steps: int
     ) -> tuple[Callable[[], Any], gdeq.Solution]:
         """Solve once; the function returned runs the backward pass, as often as wanted."""
         x = self.x.clone().requires_grad_()
-        z = self._solve(x, gradient, steps)
+        z = self.solve(x, gradient, steps)
         solution = self.model.deq.solution
         assert solution is not None
 
@@ -117,87 +84,94 @@ class MdeqCase:
         """Both, and the forward pass alone."""
 
         def forward(x: Tensor) -> None:
-            self._solve(x.detach().requires_grad_(), gradient, steps)
+            self.solve(x.detach().requires_grad_(), gradient, steps)
 
         def both(x: Tensor) -> None:
             x = x.detach().requires_grad_()
-            z = self._solve(x, gradient, steps)
+            z = self.solve(x, gradient, steps)
             torch.autograd.grad(z, [x, *self.parameters], self.v)
 
         made = {"forward": forward, "both": both}
         return {name: partial(gdeq.capture(work), self.x) for name, work in made.items()}
 
     def seconds(
-        self, gradient: gdeq.Gradient, steps: int, repeats: int, args: Any
+        self, gradient: gdeq.Gradient, steps: int, repeats: int, clock: str
     ) -> tuple[list[float], float | None]:
         """Of the backward pass, and of the forward pass where that was measured as well."""
-        device = torch.device(args.device)
+        device = torch.device(self.setup.device)
         if not self.setup.cuda:
             run, _ = self.backward(gradient, steps)
-            return interleave({"": run}, repeats, device, clock=args.clock)[""], None
-        passes = self.passes(gradient, steps)
-        times = interleave(passes, repeats, device, warmup=6)
+            return interleave({"": run}, repeats, device, clock=clock)[""], None
+        times = interleave(self.passes(gradient, steps), repeats, device, warmup=6)
         pairs = zip(times["both"], times["forward"], strict=True)
         return [both - alone for both, alone in pairs], quartiles(times["forward"])[1]
 
 
-def measure_mdeq(case: MdeqCase, repeats: int, args: Any, report: Report) -> list[Any]:
-    rows: list[Any] = []
-    device = torch.device(args.device)
-    for name, n, gradient, steps, _ in sweeps(args.quick):
-        # What is kept of a forward pass is all its steps: m of them are m kept.
-        forward = n if name == "GDEQ over m" else steps
-        times, alone = case.seconds(gradient, forward, repeats, args)
+class Point(NamedTuple):
+    """What is measured: a method, n of what it iterates over, the steps of the forward pass."""
+
+    method: str
+    n: int
+    gradient: gdeq.Gradient
+    forward: int
+
+
+def measure(case: Case, repeats: int, args: Any, report: Report) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for point in sweeps(args.quick):
+        times, alone = case.seconds(point.gradient, point.forward, repeats, args.clock)
         low, middle, high = quartiles(times)
         gc.collect()  # the graphs, and their memory
-        run, solution = case.backward(gradient, forward)
+        run, solution = case.backward(point.gradient, point.forward)
         run()
-        peak = peak_memory(run, device) / MIB
+        peak = peak_memory(run, torch.device(args.device)) / MIB
         inverse, cotangent = solution.inverse, solution.backward
         assert inverse is not None
         assert cotangent is not None
         held = sum(t.numel() * t.element_size() for t in inverse.vectors.stored) / MIB
         rows.append(
             {
-                "method": name,
-                "n": n,
+                "method": point.method,
+                "n": point.n,
                 "VJPs": cotangent.vjps,
                 "ms": 1e3 * middle,
                 "ms_q1": 1e3 * low,
                 "ms_q3": 1e3 * high,
                 **({} if alone is None else {"ms_forward": 1e3 * alone}),
                 "peak MiB": peak,
-                "held MiB": held if name.startswith("GDEQ") else 0.0,
+                "held MiB": held if point.method.startswith("GDEQ") else 0.0,
             }
         )
-        print(f"{name} {n}: {1e3 * middle:.2f} ms", flush=True)
+        print(f"{point.method} {point.n}: {1e3 * middle:.2f} ms", flush=True)
         report.csv(rows)  # of one that is cut short, that much is left
         del run, solution, inverse
     return rows
 
 
-def sweeps(quick: bool) -> list[tuple[str, int, gdeq.Gradient, int, int | None]]:
-    """(method, what is varied, gradient, forward steps, forward memory)."""
+def sweeps(quick: bool) -> list[Point]:
     iterations = (2, 4) if quick else (5, 10, 20, 40)
     terms = (2, 4) if quick else (2, 5, 10, 20)
     memories = (2, 4) if quick else (4, 8, 16, 32)
     forward = 4 if quick else 18
-    made: list[tuple[str, int, gdeq.Gradient, int, int | None]] = []
+    made: list[Point] = []
     for n in iterations:
         made += [
-            (name, n, _implicit(n, kept), forward, None)
-            for name, kept in (("Implicit", None), ("Implicit, memory 5", 5))
+            Point("Implicit", n, _implicit(n, None), forward),
+            Point("Implicit, memory 5", n, _implicit(n, 5), forward),
         ]
     for n in terms:
         made += [
-            ("NPG", n, gdeq.NPG(steps=n), forward, None),
-            ("GDEQ(refine)", n, gdeq.GDEQ(refine=n), forward, None),
+            Point("NPG", n, gdeq.NPG(steps=n), forward),
+            Point("GDEQ(refine)", n, gdeq.GDEQ(refine=n), forward),
         ]
     # These iterate over nothing; they are measured as often, so that their slope is seen to be 0.
     for n in iterations:
-        made += [("JFB", n, gdeq.JFB(), forward, None), ("GDEQ", n, gdeq.GDEQ(), forward, None)]
-    made += [("GDEQ over m", m, gdeq.GDEQ(), max(memories), m) for m in memories]
-    return made
+        made += [
+            Point("JFB", n, gdeq.JFB(), forward),
+            Point("GDEQ", n, gdeq.GDEQ(), forward),
+        ]
+    # What is kept of a forward pass is all its steps: m of them are m kept.
+    return made + [Point("GDEQ over m", m, gdeq.GDEQ(), m) for m in memories]
 
 
 def _implicit(steps: int, memory: int | None) -> gdeq.Implicit:
@@ -205,50 +179,15 @@ def _implicit(steps: int, memory: int | None) -> gdeq.Implicit:
     return gdeq.Implicit(solver, double_backward=False)
 
 
-def measure(case: Case, repeats: int, device: torch.device, args: Any) -> list[dict[str, Any]]:
-    plan = sweeps(args.quick)
-    runs: dict[str, Callable[[], Any]] = {}
-    solutions: dict[str, gdeq.Solution] = {}
-    for name, n, gradient, steps, memory in plan:
-        key = f"{name} {n}"
-        runs[key], solutions[key] = case.backward(gradient, steps, memory)
-    times = interleave(runs, repeats, device, clock=args.clock)
-    rows = []
-    for name, n, _, _, _ in plan:
-        key = f"{name} {n}"
-        solution = solutions[key]
-        inverse = solution.inverse
-        assert inverse is not None
-        assert solution.backward is not None
-        low, middle, high = quartiles(times[key])
-        held = sum(t.numel() * t.element_size() for t in inverse.vectors.stored)
-        rows.append(
-            {
-                "method": name,
-                "n": n,
-                "VJPs": solution.backward.vjps,
-                "ms": 1e3 * middle,
-                "ms_q1": 1e3 * low,
-                "ms_q3": 1e3 * high,
-                "peak MiB": peak_memory(runs[key], device) / MIB,
-                "held MiB": held / MIB if name.startswith("GDEQ") else 0.0,
-            }
-        )
-    return rows
-
-
 def summarize(rows: list[dict[str, Any]], state: float, report: Report) -> None:
     report("\nn is K, k or m: what the method iterates over (JFB and GDEQ: nothing, n repeats)")
     report.table(
         [
-            {
-                "method": row["method"],
-                "n": row["n"],
-                "VJPs": row["VJPs"],
+            {name: row[name] for name in ("method", "n", "VJPs")}
+            | {
                 "ms": f"{row['ms']:.2f}",
                 "quartiles": f"{row['ms_q1']:.2f}-{row['ms_q3']:.2f}",
-                "peak MiB": f"{row['peak MiB']:.2f}",
-                "held MiB": f"{row['held MiB']:.2f}",
+                **{name: f"{row[name]:.2f}" for name in ("peak MiB", "held MiB")},
             }
             for row in rows
         ]
@@ -260,26 +199,23 @@ def summarize(rows: list[dict[str, Any]], state: float, report: Report) -> None:
     table = []
     for name, (time, memory) in TABLE_1.items():
         mine = [row for row in rows if row["method"] == name]
-        n = [float(row["n"]) for row in mine]
-        vjps = slope(n, [float(row["VJPs"]) for row in mine])
-        ms = slope(n, [row["ms"] for row in mine])
-        peak = slope(n, [row["peak MiB"] / state for row in mine])
-        held = slope(n, [row["held MiB"] / state for row in mine])
         table.append(
             {
                 "method": name,
-                "VJPs": _fit(*vjps),
-                "ms": _fit(*ms),
+                "VJPs": _fit(mine, "VJPs", 1.0),
+                "ms": _fit(mine, "ms", 1.0),
                 "paper: time": time,
-                "peak / state": _fit(*peak),
-                "held / state": _fit(*held),
+                "peak / state": _fit(mine, "peak MiB", state),
+                "held / state": _fit(mine, "held MiB", state),
                 "paper: memory": memory,
             }
         )
     report.table(table)
 
 
-def _fit(a: float, b: float) -> str:
+def _fit(rows: list[dict[str, Any]], column: str, unit: float) -> str:
+    """The least-squares line of a column over n."""
+    b, a = linear_regression([row["n"] for row in rows], [row[column] / unit for row in rows])
     return f"{a:.1f} {'-' if b < 0 else '+'} {abs(b):.2f} n"
 
 
@@ -320,42 +256,32 @@ def draw(rows: list[dict[str, Any]], report: Report) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__.splitlines()[0])
-    options.add_argument("--repeats", type=int, default=0, help="rounds; 0: by the size")
-    options.add_argument(
+    made = parser(__doc__.splitlines()[0])
+    made.add_argument("--repeats", type=int, default=0, help="rounds; 0: by the size")
+    made.add_argument(
         "--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a machine in use"
     )
-    options.add_argument("--mdeq", choices=("small", "tiny", "large"), help="instead: this MDEQ")
-    args: argparse.Namespace = options.parse_args()
+    made.add_argument("--mdeq", choices=("small", "tiny", "large"), help="instead: this MDEQ")
+    args: argparse.Namespace = made.parse_args()
     report = Report("table1" if args.mdeq else "complexity", args)
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     repeats = args.repeats or (2 if args.quick else 10)
+    cuda = device.type == "cuda"
+    torch.backends.cudnn.benchmark = cuda  # as in training
+    big = cuda and not args.quick  # fill the chip, or it measures launches
+    precision = "bf16" if cuda else "float32"
+    options: dict[str, Any] = {"precision": precision, "device": args.device}
     if args.mdeq:
-        cuda = device.type == "cuda"
-        torch.backends.cudnn.benchmark = cuda  # as in training
-        batch, side = (128, 32) if cuda and not args.quick else (4, 8)
-        precision = "bf16" if cuda else "float32"
-        setup = Setup(args.mdeq, batch, side, precision=precision, device=args.device)
-        big = MdeqCase(setup)
-        state = big.z0.numel() * big.z0.element_size() / MIB
-        report(
-            f"MDEQ-{args.mdeq.upper()}, images {side}x{side}, batch {batch}, {precision}, "
-            f"{'CUDA graphs' if cuda else 'eager'}, {args.clock} time"
-        )
-        rows = measure_mdeq(big, repeats, args, report)
+        batch, side = (128, 32) if big else (4, 8)
+        setup = Setup(args.mdeq, batch, side, **options)
     else:
-        channels, size, batch = (8, 8, 2) if args.quick else (16, 16, 8)
-        if device.type == "cuda" and not args.quick:
-            channels, size, batch = 64, 32, 64  # fill the chip, or it measures launches
-        case = Case(channels, size, batch, device)
-        state = case.z0.numel() * case.z0.element_size() / MIB
-        report(
-            f"residual convolution block, state {channels}x{size}x{size}, batch {batch}, float32, "
-            f"{args.clock} time"
-        )
-        rows = measure(case, repeats, device, args)
-    summarize(rows, state, report)
+        batch, side, width = (64, 32, 64) if big else (2, 8, 8) if args.quick else (8, 16, 16)
+        setup = Setup(cell="convolution", batch=batch, side=side, width=width, **options)
+    report(f"{setup.title}, {precision}, {'CUDA graphs' if cuda else 'eager'}, {args.clock} time")
+    case = Case(setup)
+    rows = measure(case, repeats, args, report)
+    summarize(rows, case.state, report)
     report.csv(rows)
     draw(rows, report)
     report.close()

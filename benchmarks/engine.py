@@ -8,28 +8,122 @@ turns, and a ratio is the median over the rounds of ours / torchdeq's.
 from __future__ import annotations
 
 import importlib.metadata
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torchdeq
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 import gdeq
-from common import (
-    ConvCell,
-    MultiscaleCell,
-    Report,
-    TanhCell,
-    interleave,
-    parser,
-    quartiles,
-    ratio,
-)
+from common import Report, interleave, parser, quartiles, ratio
+from gdeq.lab.bench.steps import torchdeq_engine
 
 FORWARD, BACKWARD, UNROLL = 18, 20, 5
+
+
+# -- cells: f(z, x), in which `gain` scales what depends on z, and with it the spectral radius at z*
+
+
+class TanhCell(nn.Module):
+    """tanh(gain · Wz + x): one dense layer."""
+
+    gain = 0.4
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(d, d) / d**0.5)
+        self.d = d
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.gain * z @ self.weight.T + x)
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.weight.new_zeros(batch, self.d)
+
+    def draw_input(self, batch: int) -> Tensor:
+        return torch.randn(batch, self.d)
+
+
+class ConvCell(nn.Module):
+    """A residual block as in MDEQ: conv-norm-relu, conv-norm, add, relu, norm.
+
+    The input enters before the first norm, else that norm would undo the gain.
+    """
+
+    def __init__(self, channels: int, size: int, groups: int = 4, gain: float = 0.2) -> None:
+        super().__init__()
+        self.gain, self.shape = gain, (channels, size, size)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1, self.norm2, self.norm3 = (nn.GroupNorm(groups, channels) for _ in range(3))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        z = self.gain * z + x
+        h = torch.relu(self.norm1(self.conv1(z)))
+        h = self.norm2(self.conv2(h))
+        return self.norm3(torch.relu(z + h))
+
+    def initial_state(self, batch: int) -> Tensor:
+        return self.conv1.weight.new_zeros(batch, *self.shape)
+
+    def draw_input(self, batch: int) -> Tensor:
+        return torch.randn(batch, *self.shape)
+
+
+class MultiscaleCell(nn.Module):
+    """MDEQ in small: a residual block per scale, then every scale hears every other one."""
+
+    gain = 0.2
+
+    def __init__(self, channels: Sequence[int], size: int, groups: int = 4) -> None:
+        super().__init__()
+        sizes = [size >> i for i in range(len(channels))]
+        self.blocks = nn.ModuleList(
+            ConvCell(c, s, groups, gain=1.0) for c, s in zip(channels, sizes, strict=True)
+        )
+        self.fuse = nn.ModuleList(
+            nn.ModuleList(_path(a, b, i - j, groups) for j, a in enumerate(channels))
+            for i, b in enumerate(channels)
+        )
+        self.post = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(c, c, 1, bias=False), nn.GroupNorm(groups, c)) for c in channels
+        )
+        self.shapes = [(c, s, s) for c, s in zip(channels, sizes, strict=True)]
+
+    def forward(self, z: tuple[Tensor, ...], x: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        h = [b(self.gain * s, u) for b, s, u in zip(self.blocks, z, x, strict=True)]
+        mixed = [sum(path(s) for path, s in zip(row, h, strict=True)) for row in self.fuse]
+        return tuple(post(torch.relu(m)) for post, m in zip(self.post, mixed, strict=True))
+
+    def initial_state(self, batch: int) -> tuple[Tensor, ...]:
+        zero = self.post[0][0].weight.new_zeros
+        return tuple(zero(batch, *shape) for shape in self.shapes)
+
+    def draw_input(self, batch: int) -> tuple[Tensor, ...]:
+        return tuple(torch.randn(batch, *shape) for shape in self.shapes)
+
+
+def _path(a: int, b: int, down: int, groups: int) -> nn.Module:
+    """From one scale to another: strided convolutions down, a 1×1 convolution and upsampling up."""
+    if down == 0:
+        return nn.Identity()
+    if down < 0:
+        return nn.Sequential(
+            nn.Conv2d(a, b, 1, bias=False),
+            nn.GroupNorm(groups, b),
+            nn.Upsample(scale_factor=2**-down, mode="nearest"),
+        )
+    steps: list[nn.Module] = []
+    for i in range(down):
+        c = b if i == down - 1 else a
+        steps += [nn.Conv2d(a, c, 3, stride=2, padding=1, bias=False), nn.GroupNorm(groups, c)]
+        steps += [nn.ReLU()] if i < down - 1 else []
+    return nn.Sequential(*steps)
+
+
+# -- steps ----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -43,17 +137,17 @@ class Case:
 
     def __init__(self, name: str, cell: Any, batch: int, device: torch.device) -> None:
         self.name = name
-        self.x = _to(cell.draw_input(batch), device)
+        self.x = tree_map(lambda part: part.to(device), cell.draw_input(batch))
         self.cell = cell.to(device)
         self.z0 = cell.initial_state(batch)
-        self.target = [torch.randn_like(leaf) for leaf in _leaves(self.z0)]
+        self.target = [torch.randn_like(leaf) for leaf in tree_leaves(self.z0)]
         self.count: Count | None = None
 
     def f(self, *z: Tensor) -> Any:  # torchdeq passes the parts of a state one by one
         out = self.cell(z if isinstance(self.z0, tuple) else z[0], self.x)
         if self.count is not None:
             self.count.calls += 1
-            first = _leaves(out)[0]
+            first = tree_leaves(out)[0]
             if first.requires_grad:
                 first.register_hook(self._passed)
         return out
@@ -63,7 +157,7 @@ class Case:
             self.count.passes += 1
 
     def finish(self, z: Any) -> None:
-        loss = sum((a * b).sum() for a, b in zip(_leaves(z), self.target, strict=True))
+        loss = sum((a * b).sum() for a, b in zip(tree_leaves(z), self.target, strict=True))
         loss.backward()
 
     def gradient(self) -> Tensor:
@@ -80,20 +174,8 @@ class Case:
         return step
 
     def theirs(self, **options: Any) -> Callable[[], None]:
-        # torchdeq swallows unknown names; `measure` checks by the counts that these took effect.
-        deq = torchdeq.get_deq(
-            core="sliced",
-            f_solver="broyden",
-            b_solver="broyden",
-            f_max_iter=FORWARD,
-            b_max_iter=BACKWARD,
-            f_tol=0.0,
-            b_tol=0.0,
-            f_stop_mode="rel",
-            b_stop_mode="rel",
-            **options,
-        )
-        deq.train()
+        # torchdeq swallows unknown names; `measure` shows by the counts that these took effect.
+        deq = torchdeq_engine(FORWARD, BACKWARD, **options)
 
         def step() -> None:
             self.cell.zero_grad()
@@ -101,14 +183,6 @@ class Case:
             self.finish(z[-1])
 
         return step
-
-
-def _leaves(z: Any) -> list[Tensor]:
-    return list(z) if isinstance(z, (tuple, list)) else [z]
-
-
-def _to(x: Any, device: torch.device) -> Any:
-    return tuple(t.to(device) for t in x) if isinstance(x, tuple) else x.to(device)
 
 
 def steps(case: Case) -> tuple[dict[str, Callable[[], None]], dict[str, tuple[str, ...]]]:
@@ -176,18 +250,6 @@ def measure(
         rows.append(row)
     report(f"\n{case.name}")
     report.table([{**dict.fromkeys(rows[1], ""), **row} for row in rows])
-
-    like = [name for name in beside if "GDEQ" not in name and name != "NPG"]  # the same method
-    for name in like:
-        for other in beside[name]:
-            found = ratio(times[name], times[other])
-            if found > 1:
-                report(f"SLOWER: {name} takes {found:.2f} of {other}")
-    speedup = statistics.median(
-        b / a for a, b in zip(times["GDEQ"], times["torchdeq Implicit"], strict=True)
-    )
-    verdict = "as asked" if speedup >= 2 else "LESS than the 2x asked"
-    report(f"GDEQ is {speedup:.1f}x torchdeq's Implicit: {verdict}")
     return [{"case": case.name, **row} for row in rows]
 
 
@@ -217,7 +279,6 @@ def main() -> None:
         ]
     rows: list[dict[str, Any]] = []
     for name, cell, batch, repeats in cases:
-        cell.gain.fill_(0.4 if isinstance(cell, TanhCell) else 0.2)
         case = Case(name, cell, batch, device)
         rows += measure(case, options.repeats or repeats, device, options.clock, report)
     report.csv(rows)

@@ -51,38 +51,23 @@ def test_images_of_other_sizes_with_the_same_options():
         assert torch.equal(augment.move(x, drawn), one_by_one(augment, x, drawn))
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 20])
-def test_cut(size, device):
-    augment = Augment(cutout=size)
-    x = torch.ones(50, 3, 7, 5, device=device)
-    drawn = augment.draw(50, 7, 5, torch.Generator().manual_seed(1))
-    cut = augment.cut(x, drawn.to(device)).cpu()
-    for image, (*_, row, column) in zip(cut, drawn.tolist(), strict=True):
-        expected = torch.ones(3, 7, 5)
-        top, left = row - size // 2, column - size // 2
-        expected[:, max(top, 0) : top + size, max(left, 0) : left + size] = 0
-        assert torch.equal(image, expected)
-
-
 def test_draws_cover_their_range_evenly():
-    augment = Augment(crop=2, cutout=3)
-    drawn = augment.draw(20_000, 7, 5, torch.Generator().manual_seed(0))
-    for column, top in enumerate((5, 5, 2, 7, 5)):
+    drawn = Augment(crop=2).draw(20_000, 7, 5, torch.Generator().manual_seed(0))
+    for column, top in enumerate((5, 5, 2)):
         share = drawn[:, column].bincount() / len(drawn)
         assert len(share) == top
         assert torch.allclose(share, torch.full((top,), 1 / top), atol=0.015)
     correlation = torch.corrcoef(drawn.double().T)
-    assert (correlation - torch.eye(5)).abs().max() < 0.03
+    assert (correlation - torch.eye(3)).abs().max() < 0.03
 
 
 def test_the_draws_of_a_seed_are_fixed():
     """A change here makes every recorded run unrepeatable."""
-    expected = [[4, 0, 1, 5, 1], [4, 3, 1, 2, 4], [3, 4, 1, 0, 3]]
-    for cutmix in (0.0, 0.5):
-        augment = Augment(crop=2, cutmix=cutmix)
-        drawn = augment.draw(3, 7, 5, torch.Generator().manual_seed(0))
-        assert drawn[:, :5].tolist() == expected
-        assert drawn.shape[1] == (9 if cutmix else 5)
+    moves, edges = [[4, 0, 1], [4, 3, 1], [3, 4, 1]], [[1, 5, 0, 3], [0, 5, 0, 5], [2, 7, 2, 5]]
+    for cutmix, mixed in ((0.0, [[]] * 3), (0.5, edges)):
+        drawn = Augment(crop=2, cutmix=cutmix).draw(3, 7, 5, torch.Generator().manual_seed(0))
+        assert drawn[:, :3].tolist() == moves
+        assert drawn[:, 3:].tolist() == mixed
 
 
 @given(
@@ -93,7 +78,7 @@ def test_the_draws_of_a_seed_are_fixed():
 )
 def test_rectangles_lie_in_the_image(height, width, cutmix, seed):
     drawn = Augment(cutmix=cutmix).draw(50, height, width, torch.Generator().manual_seed(seed))
-    top, bottom, left, right = drawn[:, 5:].T
+    top, bottom, left, right = drawn[:, 3:].T
     for first, end, size in ((top, bottom, height), (left, right, width)):
         assert (first >= 0).all()
         assert (first <= end).all()
@@ -103,7 +88,7 @@ def test_rectangles_lie_in_the_image(height, width, cutmix, seed):
 @pytest.mark.parametrize("cutmix", [0.25, 1.0])
 def test_rectangles_are_as_often_and_as_large_as_published(cutmix):
     drawn = Augment(cutmix=cutmix).draw(40_000, 64, 64, torch.Generator().manual_seed(0))
-    top, bottom, left, right = drawn[:, 5:].T
+    top, bottom, left, right = drawn[:, 3:].T
     area = (bottom - top) * (right - left) / 64**2
     assert (area > 0).double().mean() == pytest.approx(cutmix, abs=0.01)
     # Of a side s the border leaves s − s²/4; over s with the density 2s that squared is
@@ -121,7 +106,7 @@ def test_mix(device):
     images, labels = augment.mix(x.to(device), y.to(device), 4, drawn.to(device))
     assert (images.shape, labels.shape) == ((50, 3, 7, 5), (50, 4))
     areas = set()
-    for n, (top, bottom, left, right) in enumerate(drawn[:50, 5:].tolist()):
+    for n, (top, bottom, left, right) in enumerate(drawn[:50, 3:].tolist()):
         expected, share = x[n].clone(), torch.zeros(4, dtype=torch.float64)
         expected[:, top:bottom, left:right] = x[n + 1, :, top:bottom, left:right]
         assert torch.equal(images[n].cpu(), expected)
@@ -139,17 +124,16 @@ def test_nothing_to_do_returns_the_same():
     x = images()
     drawn = augment.draw(len(x), 7, 5, torch.Generator())
     assert augment.move(x, drawn) is x
-    assert augment.cut(x, drawn) is x
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"cutoff": 3}, "no option 'cutoff'; did you mean 'cutout'"),
+        ({"cutmixx": 3}, "no option 'cutmixx'; did you mean 'cutmix'"),
         ({"crop": -1}, "Augment.crop must be at least 0"),
         ({"fill": "mirror"}, "Augment.fill must be 'zeros' or 'reflect'"),
         ({"flip": 1}, "Augment.flip must be True or False"),
-        ({"cutout": 1.5}, "Augment.cutout must be an integer"),
+        ({"crop": 1.5}, "Augment.crop must be an integer"),
         ({"cutmix": 2}, "Augment.cutmix must be at least 0 and at most 1, got 2"),
         ({"cutmix": True}, "Augment.cutmix must be a number, got True"),
         ({"alternate": 1}, "Augment.alternate must be True or False"),

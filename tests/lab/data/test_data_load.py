@@ -22,7 +22,6 @@ def test_digits_need_nothing(device):
     assert digits.classes == tuple("0123456789")
     assert len(digits.train_x.unique()) == 17
     assert int(digits.train_x.max()) == 255
-    assert "1,437 train and 360 test" in repr(digits)
 
 
 def test_digits_split_is_stratified_and_fixed():
@@ -49,7 +48,6 @@ def test_statistics_are_those_of_numpy():
     mean, std = channel_statistics(x)
     assert mean == pytest.approx((x / 255.0).mean(axis=(0, 2, 3)), rel=1e-13)
     assert std == pytest.approx((x / 255.0).std(axis=(0, 2, 3)), rel=1e-12, abs=1e-14)
-    assert std[2] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import data_files
 import pytest
 
 from gdeq.lab.data import DataError, load, prepare, recipe
-from gdeq.lab.data.files import locked
+from gdeq.lab.data.preparation import locked
 
 pytestmark = pytest.mark.usefixtures("cifar10")
 

@@ -54,7 +54,7 @@ def test_runs_are_made_and_not_made_again(gdeq, tmp_path):
 
 
 def test_a_killed_run_goes_on_to_the_same_end(gdeq, zygote, tmp_path):
-    args = ["paper", "run", *only("gdeq-seed1"), *SETS, "--set", "epochs=4"]
+    args = ["paper", "run", *only("gdeq-seed1"), *SETS, "--set", "epochs=12"]
     child = zygote.start(tmp_path / "log", *args, "--out", tmp_path / "out")
     run = tmp_path / "out" / "gdeq-seed1"
     assert training_runs.wait_until(lambda: training_runs.steps_seen(run) >= 6, child)

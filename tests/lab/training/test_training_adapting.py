@@ -15,9 +15,8 @@ from training_runs import PER_EPOCH, RICH, TINY, assert_resumed, run_all
 from gdeq.gradients import GDEQ, JFB, Measured, Unrolled
 from gdeq.lab import data as datasets
 from gdeq.lab.metric import Metric
-from gdeq.lab.training import adapting, loop, process, progress, recordings, runs
+from gdeq.lab.training import adapting, learner, loop, process, progress, recordings, runs
 from gdeq.lab.training import config as configs
-from gdeq.lab.training.convergence import ConvergenceWatch
 from gdeq.lab.training.folder import RunFolder
 from gdeq.lab.training.settings import AdaptConfig
 from gdeq.solvers import Broyden
@@ -218,20 +217,6 @@ def test_what_failed_before_the_penalty_was_raised_is_tried_soon_again():
     made.look(0.02, 0.2)  # nor are five steps enough any more
     assert made.choice == adapting.Choice(5, 0, 1.0)
     assert [made.look(1e-3, 0.2) for _ in range(2)][-1].steps == 4
-
-
-def test_a_model_that_the_penalty_holds_down():
-    """Rate of convergence 0.9 without a penalty: no rung suffices; a weight of 1 brings 0.75."""
-    made = controller()
-    found = []
-    for _ in range(300):
-        choice = made.choice
-        made.look((0.9 - 0.15 * choice.residual_weight) ** choice.steps, 0.2)
-        found.append(made.choice)
-    late = found[100:]
-    assert max(c.residual_weight for c in late) <= 2
-    assert min(c.residual_weight for c in late) > 0
-    assert all(c.steps >= 12 for c in late)
 
 
 ROW = {
@@ -441,31 +426,6 @@ def test_a_warning_once_an_epoch(adaptive):
     assert "or raise adapt.forward" in warnings[0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "advice"),
-    [
-        ([], "adapt.forward=0.01 is not reached with the steps in use (at most 18); if that"),
-        (["adapt.forward=0.5"], "lower adapt.forward=0.5, which allows such a residual"),
-    ],
-)
-def test_what_to_do_where_it_no_longer_converges(settings, advice):
-    """Not solver.max_iter, which nobody reads here."""
-    config = configs.load("digits", [*TINY, *ADAPT, "solver.tol=1e-3", *settings])
-    (said,) = ConvergenceWatch(config).warnings(0, 1, 0.3)
-    place = "(mean residual 3.0e-01 at step 1)"
-    assert said.startswith(f"warning: the solver no longer converges {place}: {advice}")
-
-
-def test_nothing_is_said_of_what_a_target_allows_until_it_tightens():
-    settings = ["adapt.forward=0.05", "adapt.forward_at_first=0.2"]
-    watch = ConvergenceWatch(configs.load("digits", [*TINY, *ADAPT, *settings]))
-    told = [
-        list(watch.warnings(epoch, epoch, residual, target))
-        for epoch, residual, target in ((1, 0.39, 0.2), (2, 0.12, 0.065), (3, 0.14, 0.065))
-    ]
-    assert [len(texts) for texts in told] == [0, 0, 1]
-
-
 def test_the_test_is_solved_with_the_steps_in_use(adaptive):
     made = adaptive("solver.max_iter=7", "epochs=1", "ema=0.5")
     scripted(made, [(4, 1, 0.0)])
@@ -609,7 +569,7 @@ def test_all_that_changes_a_step_is_in_its_way(adaptive, monkeypatch):
     for steps, refine, weight in wanted:
         scripted(made, [(steps, refine, weight)])
         for made.step in range(6):
-            measured = loop.measures(made.config, made.step)
+            measured = learner.measures(made.config, made.step)
             now = steps, refine, bool(weight) and made.step % 2 == 0, measured
             made.one_step(*batch)
     assert len(ways) == 2 * 2 * 2 * 2

@@ -16,6 +16,7 @@ from gdeq.lab import report
 from gdeq.lab.training import (
     checkpoint,
     folder,
+    learner,
     lock,
     loop,
     process,
@@ -25,7 +26,7 @@ from gdeq.lab.training import (
 )
 from gdeq.lab.training import config as configs
 
-LONG = [*RICH, "epochs=8"]
+LONG = [*RICH, "epochs=20"]  # so many that no signal comes too late
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +248,7 @@ def test_an_echo_of_the_signal_does_not_cost_the_save(monkeypatch):
 
 @pytest.mark.parametrize(("processes", "patience"), [(1, 2.0), (2, 20.0)])
 def test_an_echo_is_expected(trainer, monkeypatch, processes, patience):
-    monkeypatch.setattr(loop, "DistributedDataParallel", lambda model, device_ids: model)
+    monkeypatch.setattr(learner, "DistributedDataParallel", lambda model, device_ids: model)
     made = trainer(me=process.Process(torch.device("cpu"), 0, processes))
     assert made.stop.patience == patience
 

@@ -31,8 +31,11 @@ from gdeq.lab.training import config as configs
 # float32 sums in another order, through a few updates; a small difference feels it more.
 CURVE = {"loss": 1e-5, "train_loss": 1e-5, "test_loss": 1e-5, "residual": 1e-3}
 COUNTED = ("samples", "accuracy", "train_accuracy", "test_accuracy", "step", "epoch", "lr", "kind")
-# What differs between processes by design, the dropout masks and the penalty's noise, is off.
-SETTINGS = [*TINY, "ema=0.9", "pretrain_steps=2", "augment.crop=1", "optimizer.clip=1"]
+# What differs between processes by design, the dropout masks and the penalty's noise, is off.  SGD:
+# Adam makes a rounding of a tiny gradient as large as any other step.
+SETTINGS = [*TINY, "ema=0.9", "pretrain_steps=2", "optimizer.clip=1", "optimizer=sgd"]
+SETTINGS += ["augment.crop=1", "augment.flip=true", "augment.alternate=true", "augment.cutmix=0.7"]
+SETTINGS += ["label_smoothing=0.1"]
 
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -78,19 +81,11 @@ def test_two_processes_by_torchrun(tmp_path, gdeq):
 
 
 def test_two_processes_with_all_phases(tmp_path, zygote, alone):
+    """Images are mixed over the batch of both."""
     run = tmp_path / "run"
     run_all(zygote, tmp_path, 2, "train", *SETTINGS, "--out", run)
     assert_same_curve(run, alone)
     assert (tmp_path / "log1").read_text() == ""
-
-
-def test_two_processes_mix_over_the_batch_of_both(tmp_path, zygote, few_images, gdeq):
-    """With SGD: Adam makes a rounding of a tiny gradient as large as any other step."""
-    settings = [*TINY, "optimizer=sgd", "augment.flip=true", "augment.alternate=true"]
-    settings += ["augment.cutmix=0.7", "label_smoothing=0.1"]
-    run_all(zygote, tmp_path, 2, "train", *settings, "--out", tmp_path / "run")
-    gdeq.ok("train", *settings, "--out", tmp_path / "alone")
-    assert_same_curve(tmp_path / "run", tmp_path / "alone")
 
 
 def test_a_number_of_processes_that_divides_nothing(tmp_path, zygote, few_images, gdeq):
@@ -103,7 +98,7 @@ def test_a_number_of_processes_that_divides_nothing(tmp_path, zygote, few_images
 
 def test_stopped_by_a_signal_and_resumed(tmp_path, zygote):
     """With dropout and the penalty on: each process has a random state of its own."""
-    settings = [*RICH, "epochs=5", "checkpoint_seconds=1000"]
+    settings = [*RICH, "epochs=20", "checkpoint_seconds=1000"]
     runs = [tmp_path / "whole", tmp_path / "broken"]
     run_all(zygote, tmp_path, 2, "train", *settings, "--out", runs[0])
     children = start_all(zygote, tmp_path, 2, "train", *settings, "--out", runs[1])
@@ -111,7 +106,7 @@ def test_stopped_by_a_signal_and_resumed(tmp_path, zygote):
     children[1].kill(signal.SIGTERM)  # one hears it, both stop
     assert [c.wait() for c in children] == [143, 143], (tmp_path / "log0").read_text()
     step = int(re.search(r"stopped at step (\d+)", (tmp_path / "log0").read_text())[1])
-    assert step < 5 * PER_EPOCH
+    assert step < 20 * PER_EPOCH
     state = checkpoint.read(checkpoints(runs[1])[-1])
     assert state["step"] == step
     assert len(state["rng"]) == 2
@@ -120,26 +115,25 @@ def test_stopped_by_a_signal_and_resumed(tmp_path, zygote):
     assert metrics(runs[1]) == metrics(runs[0])
 
 
-AGAIN = [*RICH, "epochs=5", "timeout_seconds=5", "--resume", "auto", "--out"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_process_is_told_and_the_same_command_goes_on(tmp_path, zygote, number):
+@pytest.mark.parametrize(("number", "seconds"), [(signal.SIGKILL, 100), (signal.SIGSTOP, 10)])
+def test_a_lost_process_is_told_and_the_same_command_goes_on(tmp_path, zygote, number, seconds):
+    """A process that is killed is missed at once, and one that is frozen after that time."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    run_all(zygote, tmp_path, 2, "train", *AGAIN, whole)
-    children = start_all(zygote, tmp_path, 2, "train", *AGAIN, broken)
+    again = ["train", *RICH, "epochs=10", f"timeout_seconds={seconds}", "--resume", "auto", "--out"]
+    run_all(zygote, tmp_path, 2, *again, whole)
+    children = start_all(zygote, tmp_path, 2, *again, broken)
     assert wait_until(lambda: steps_seen(broken) >= 2, children[0])
     children[1].kill(number)
     assert children[0].wait() == 1, (tmp_path / "log0").read_text()
     said = (tmp_path / "log0").read_text()
-    assert "error: another process of this training was lost, or did not answer for 5 se" in said
+    assert f"another process of this training was lost, or did not answer for {seconds} se" in said
     assert f"`gdeq train --resume {broken}`" in said
     assert "Traceback" not in said
     if number == signal.SIGSTOP:
         children[1].kill(signal.SIGKILL)
     children[1].wait()
-    for said in ("continuing at step", "is already finished: 5 epochs"):
-        run_all(zygote, tmp_path, 2, "train", *AGAIN, broken)
+    for said in ("continuing at step", "is already finished: 10 epochs"):
+        run_all(zygote, tmp_path, 2, *again, broken)
         assert said in (tmp_path / "log0").read_text()
     assert metrics(broken) == metrics(whole)
 
@@ -172,7 +166,7 @@ def test_torchrun_restarts_what_was_killed_and_nothing_is_lost(tmp_path, zygote)
     """One restart is enough for one kill."""
     script, whole, broken = (tmp_path / name for name in ("dies.py", "whole", "broken"))
     script.write_text(DIES.format(tests=str(Path(__file__).parent)))
-    settings = [*RICH, "timeout_seconds=20"]
+    settings = [*RICH, "timeout_seconds=100"]
     run_all(zygote, tmp_path, 2, "train", *settings, "--out", whole)
     command = ["train", *settings, "--resume", "auto", "--out", broken]
     done = subprocess.run(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -161,7 +162,8 @@ class Child:
         return self.code is None
 
     def kill(self, number):
-        os.kill(self.pid, number)
+        if self.alive():
+            os.kill(self.pid, number)
 
     def wait(self, seconds=120):
         """The exit code; minus the signal if one ended it."""
@@ -172,11 +174,17 @@ class Child:
         return self.code
 
 
+def free(port):
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) != 0
+
+
 def start_all(zygote, folder, count, *args):
     """The command in so many processes, as `torchrun` would start them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # Below the ports that the system gives away, or a connection of somebody else takes it first.
+    port = next(
+        port for port in random.SystemRandom().sample(range(20_000, 30_000), 99) if free(port)
+    )
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
     return [
         zygote.start(folder / f"log{r}", *args, **shared, RANK=str(r), LOCAL_RANK=str(r))

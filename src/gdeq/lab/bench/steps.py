@@ -39,7 +39,7 @@ PEERS: dict[str, dict[str, Any]] = {
 
 
 def arithmetic(setup: Setup, name: str) -> AbstractContextManager[None]:
-    """float32, tf32, bf16 or fp16 for what is computed inside."""
+    """float32, tf32 or bf16 for what is computed inside."""
     return precision.arithmetic(name, "cuda" if setup.cuda else "cpu")
 
 
@@ -75,26 +75,22 @@ def torchdeq_is_there() -> bool:
     return importlib.util.find_spec("torchdeq") is not None
 
 
-def theirs(setup: Setup, kind: str, **settings: Any) -> Step:
+def torchdeq_engine(forward: int, backward: int, **settings: Any) -> Any:
+    """Torchdeq's solver and backward pass, with so many steps of Broyden's method each."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its escape sequences, when it is first compiled
         import torchdeq  # noqa: PLC0415 (optional)
 
+    given = {"solver": "broyden", "tol": 0.0, "stop_mode": "rel"}
+    both = {f"{side}_{name}": value for side in "fb" for name, value in given.items()}
+    steps = {"f_max_iter": forward, "b_max_iter": backward}
+    return torchdeq.get_deq(core="sliced", **both, **steps, **settings).train()
+
+
+def theirs(setup: Setup, kind: str, **settings: Any) -> Step:
     # Plain modules: what a user of torchdeq has.
     model = build(setup, JFB(), fused=False)
-    engine = torchdeq.get_deq(
-        core="sliced",
-        f_solver="broyden",
-        b_solver="broyden",
-        f_max_iter=setup.forward,
-        b_max_iter=setup.backward,
-        f_tol=0.0,
-        b_tol=0.0,
-        f_stop_mode="rel",
-        b_stop_mode="rel",
-        **settings,
-    )
-    engine.train()
+    engine = torchdeq_engine(setup.forward, setup.backward, **settings)
     optimizer = _optimizer(setup, model)
     cell = model.deq.cell
 

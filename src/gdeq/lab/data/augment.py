@@ -1,4 +1,4 @@
-"""`Augment`: crop, flip, cut-out and CutMix of a whole batch at once.
+"""`Augment`: crop, flip and CutMix of a whole batch at once.
 
 The random part is a handful of integers per image, drawn on the CPU; the pixels stay where they
 are and are only looked up at other places.
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gdeq.options import check_choice, check_flag, check_integer, check_real, options
 
-# What is drawn: top, left, flip, the centre of the cut-out; for CutMix the edges of its rectangle.
-FLIP, EDGES = 2, 5
+# What is drawn: top, left, flip; for CutMix the edges of its rectangle.
+FLIP, EDGES = 2, 3
 
 
 @options
@@ -22,15 +22,12 @@ class Augment:
     """The usual augmentation of small images, drawn anew for each; by default, none.
 
     CutMix takes a rectangle of an image from the next one of the batch, and as much of the label as
-    of the pixels (Yun et al. 2019).  That is a random other image where batches are shuffled.  The
-    holes of the cut-out come along: each image is finished before it is mixed, so that a share
-    counts pixels of one image or the other.  `ImageBatches` knows the epochs of alternating flips
-    (Jordan 2024).
+    of the pixels (Yun et al. 2019).  That is a random other image where batches are shuffled.
+    `ImageBatches` knows the epochs of alternating flips (Jordan 2024).
     """
 
     crop: int = 0  # pixels of padding before a random crop
     flip: bool = False  # left and right exchanged, half of the time
-    cutout: int = 0  # side of the square cut out, in pixels
     fill: str = "zeros"  # padding of a crop: zeros (black), reflect
     cutmix: float = 0.0  # share of images that get a rectangle, and its label, from another
     alternate: bool = False  # with flip: flip each image in every second epoch, not at random
@@ -39,7 +36,6 @@ class Augment:
         check_integer(self, "crop", 0)
         check_choice(self, "fill", ("zeros", "reflect"))
         check_flag(self, "flip")
-        check_integer(self, "cutout", 0)
         check_real(self, "cutmix", 0.0, 1.0)
         check_flag(self, "alternate")
         if self.alternate and not self.flip:
@@ -56,11 +52,11 @@ class Augment:
             )
 
     def draw(self, count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-        """What happens to each image. -> (count, 5) int64 on the CPU; (count, 9) with cutmix"""
+        """What happens to each image. -> (count, 3) int64 on the CPU; (count, 7) with cutmix"""
         # Always all of them, and CutMix last: changing one option leaves the draws of the others
-        # alone.
+        # alone.  The last two are unused; without them recorded runs would have other rectangles.
         tops = (2 * self.crop + 1, 2 * self.crop + 1, 2, height, width)
-        columns = [torch.randint(0, top, (count,), generator=generator) for top in tops]
+        columns = [torch.randint(0, top, (count,), generator=generator) for top in tops][:EDGES]
         if self.cutmix:
             columns += self._edges(count, height, width, generator)
         return torch.stack(columns, dim=1)
@@ -79,7 +75,7 @@ class Augment:
         return edges
 
     def move(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """Crop and flip. x: (b, c, h, w), drawn: (b, 5) -> (b, c, h, w)"""
+        """Crop and flip. x: (b, c, h, w), drawn: (b, 3) -> (b, c, h, w)"""
         if not self.crop and not self.flip:
             return x
         rows, columns = self._sources(*x.shape[-2:], x.device)
@@ -110,21 +106,10 @@ class Augment:
             places[1].masked_fill_(~_within(columns, width), beyond)
         return places[0].to(device), places[1].to(device)
 
-    def cut(self, x: Tensor, drawn: Tensor) -> Tensor:
-        """Cut-out. x: (b, c, h, w) normalised, so that 0 is the mean colour; drawn: (b, 5)"""
-        if not self.cutout:
-            return x
-        height, width = x.shape[-2:]
-        before = self.cutout // 2
-        rows = torch.arange(height, device=x.device) - drawn[:, 3:4] + before  # (b, h)
-        columns = torch.arange(width, device=x.device) - drawn[:, 4:5] + before  # (b, w)
-        hole = _within(rows, self.cutout)[:, :, None] & _within(columns, self.cutout)[:, None, :]
-        return torch.where(hole[:, None], 0.0, x)  # masked_fill would lose channels-last
-
     def mix(self, x: Tensor, y: Tensor, classes: int, drawn: Tensor) -> tuple[Tensor, Tensor]:
         """CutMix of each image with the next one: images, and the shares of their classes.
 
-        x: (b + 1, c, h, w), y: (b + 1,), drawn: (b + 1, 9) -> (b, c, h, w), (b, classes) float32
+        x: (b + 1, c, h, w), y: (b + 1,), drawn: (b + 1, 7) -> (b, c, h, w), (b, classes) float32
         """
         height, width = x.shape[-2:]
         top, bottom, left, right = drawn[:-1, EDGES:, None].unbind(1)  # (b, 1)

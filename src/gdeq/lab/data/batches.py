@@ -61,10 +61,6 @@ class Batches:
             )
         if not self.samples:
             raise ValueError("the data set is empty")
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be in 0..{world_size - 1}, got {rank}")
         if batch_size % world_size:
             below = batch_size - batch_size % world_size
             near = f"{below} or {below + world_size}" if below else str(world_size)
@@ -75,7 +71,7 @@ class Batches:
         if drop_last and batch_size > self.samples:
             raise ValueError(
                 f"batch_size {batch_size} is larger than the data set "
-                f"({count(self.samples, 'sample')}): lower it, or pass drop_last=False"
+                f"({count(self.samples, 'sample')}): lower batch_size"
             )
         self.batch_size, self.seed = batch_size, seed
         self.shuffle, self.drop_last = shuffle, drop_last
@@ -88,11 +84,6 @@ class Batches:
 
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Index and tensors of each batch of an epoch, from the `start`-th on."""
-        if not 0 <= start <= len(self):
-            raise ValueError(f"start must be in 0..{len(self)} (batches per epoch), got {start}")
-        return self._epoch(epoch, start)
-
-    def _epoch(self, epoch: int, start: int) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         order = self._order(epoch)
         if order is not None:
             order = sent(order, self.tensors[0].device)
@@ -128,7 +119,7 @@ class ImageBatches(Batches):
     the classes (b, classes) in float32.
 
     mean, std: per channel, of images scaled to [0, 1].
-    classes: how many there are, for cutmix; if not given, as many as `y` shows.
+    classes: how many there are, for cutmix.
     options: those of `Batches`.
     """
 
@@ -142,11 +133,12 @@ class ImageBatches(Batches):
         std: Sequence[float],
         augment: Augment | None = None,
         channels_last: bool = False,
-        classes: int | None = None,
+        classes: int = 0,
         **options: Any,
     ) -> None:
-        _check(x, y, mean, std, augment)
         super().__init__((x, y), batch_size, **options)
+        if augment is not None:
+            augment.check(*x.shape[-2:])
         mixing = augment is not None and augment.cutmix > 0
         if mixing and batch_size == 1:
             raise ValueError(
@@ -154,10 +146,7 @@ class ImageBatches(Batches):
                 "it, or leave cutmix out"
             )
         self.x, self.y, self.augment = x, y, augment
-        known = int(y.max()) + 1
-        if classes is not None and classes < known:
-            raise ValueError(f"there are labels up to {known - 1}, so classes={classes} is too few")
-        self.classes = (classes or known) if mixing else None  # None: labels stay numbers
+        self.classes = classes if mixing else None  # None: labels stay numbers
         self.first_flips: Tensor | None = None  # of each sample, in epoch 0: (n,)
         if augment is not None and augment.alternate:
             coins = torch.randint(0, 2, (len(x),), generator=generator(self.seed))
@@ -188,14 +177,9 @@ class ImageBatches(Batches):
         # Two roundings everywhere, so that CPU and GPU agree to the bit.
         normal = images.to(torch.float32, memory_format=self.layout).mul_(self.scale)
         normal.add_(self.shift)
-        if augment is None or drawn is None:
+        if augment is None or drawn is None or self.classes is None:
             return normal, labels
-        normal = augment.cut(normal, drawn)
-        return (
-            (normal, labels)
-            if self.classes is None
-            else augment.mix(normal, labels, self.classes, drawn)
-        )
+        return augment.mix(normal, labels, self.classes, drawn)
 
     def _drawn(self, part: Part) -> Tensor | None:
         """What happens to each image of the part; drawn for the whole batch."""
@@ -226,30 +210,3 @@ def sent(small: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return small.to(device)
     return small.pin_memory().to(device, non_blocking=True)
-
-
-def _check(
-    x: Tensor, y: Tensor, mean: Sequence[float], std: Sequence[float], augment: Augment | None
-) -> None:
-    if x.dtype != torch.uint8 or x.dim() != 4:
-        raise ValueError(
-            f"x must be uint8 images (n, c, h, w), got {x.dtype} of shape {tuple(x.shape)}"
-        )
-    if y.dtype != torch.int64 or y.shape != x.shape[:1]:
-        raise ValueError(
-            f"y must be int64 labels ({len(x)},), got {y.dtype} of shape {tuple(y.shape)}"
-        )
-    if y.device != x.device:
-        raise ValueError(f"x is on {x.device} and y on {y.device}: put both on one device")
-    if len(mean) != x.shape[1] or len(std) != x.shape[1]:
-        raise ValueError(
-            f"mean and std need one value for each of the {x.shape[1]} channels, "
-            f"got {len(mean)} and {len(std)}"
-        )
-    if not all(s > 0 for s in std):
-        raise ValueError(f"std must be positive in every channel, got {tuple(std)}")
-    if augment is None:
-        return
-    if not isinstance(augment, Augment):
-        raise TypeError(f"augment must be Augment(...) or None, got {augment!r}")
-    augment.check(*x.shape[-2:])

@@ -42,13 +42,6 @@ class Dataset:
         _, channels, height, width = self.train_x.shape
         return channels, height, width
 
-    def __repr__(self) -> str:
-        size = "×".join(map(str, self.shape))
-        return (
-            f"Dataset({self.name}: {len(self.train_x):,} train and {len(self.test_x):,} test "
-            f"images of {size}, {len(self.classes)} classes, on {self.train_x.device})"
-        )
-
 
 def make(
     name: str, arrays: Arrays, classes: tuple[str, ...], device: str | torch.device
@@ -75,15 +68,12 @@ def make(
 
 
 def channel_statistics(x: Pixels) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation per channel, from exact integer sums."""
-    total = np.zeros(x.shape[1], np.int64)
-    squares = total.copy()
-    for start in range(0, len(x), 512):  # a wider copy of all of it would be four times as large
-        wide = x[start : start + 512].astype(np.uint32)
-        total += wide.sum(axis=(0, 2, 3), dtype=np.int64)
-        squares += (wide * wide).sum(axis=(0, 2, 3), dtype=np.int64)
-    count = x.size // x.shape[1]
-    # Python's integers: count · squares does not fit in 64 bits.
-    spread = [count * int(q) - int(s) ** 2 for s, q in zip(total, squares, strict=True)]
-    mean = tuple(int(s) / (255 * count) for s in total)
-    return mean, tuple(math.sqrt(v) / (255 * count) for v in spread)
+    """Mean and standard deviation per channel, from how often each of the 256 levels occurs."""
+    levels = np.arange(256) / 255
+    means, deviations = [], []
+    for channel in range(x.shape[1]):
+        counts = torch.from_numpy(x[:, channel].ravel()).bincount(minlength=256).numpy()
+        means.append(float(counts @ levels / counts.sum()))
+        variance = counts @ (levels - means[-1]) ** 2 / counts.sum()
+        deviations.append(math.sqrt(variance))
+    return tuple(means), tuple(deviations)

@@ -211,7 +211,7 @@ class WholeBatches(Batches):
     def __len__(self) -> int:
         return len(self.groups)
 
-    def _epoch(self, epoch: int, start: int) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         for index in range(start, len(self)):
             numbers = self.groups[index]
             low, high = (len(numbers) * r // self.world_size for r in (self.rank, self.rank + 1))

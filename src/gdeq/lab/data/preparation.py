@@ -1,15 +1,25 @@
-"""`prepare`: bring a data set to the disk, from wherever it can be had."""
+"""`prepare`: bring a data set to the disk, from wherever it can be had.
+
+Half of one never looks like a whole, and one process at a time prepares it.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from gdeq.lab.data.errors import DataError, writing
-from gdeq.lab.data.files import locked, publish, scratch_folder
 from gdeq.lab.data.recipe import Progress, Recipe, Way
 from gdeq.lab.data.sets import data_root, find
+
+SCRATCH = ".gdeq-scratch-"
 
 
 def prepare(
@@ -103,3 +113,34 @@ def _reason(way: Way, scratch: Path, error: str) -> str:
         error = error.replace(f"{folder}{os.sep}", "")
     error = error.removeprefix(f"{way.title}: ")
     return error if way.title in error else f"{way.title}: {error}"
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold `root` for one writer; what a killed writer left there is swept away."""
+    root.mkdir(parents=True, exist_ok=True)
+    with FileLock(root / ".gdeq.lock"):
+        for left in root.glob(SCRATCH + "*"):  # no owner is alive: we have the lock
+            shutil.rmtree(left, ignore_errors=True)
+        yield
+
+
+@contextmanager
+def scratch_folder(root: Path) -> Iterator[Path]:
+    """A folder on the same disk as `root`, gone afterwards."""
+    folder = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=root))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(made: Path, target: Path) -> None:
+    """Rename `made` to `target`, or its files to their names there: files of others stay."""
+    if target.is_symlink():
+        target.unlink()  # what it points to is not ours to change
+    if target.exists():
+        for file in made.iterdir():
+            file.replace(target / file.name)
+    else:
+        made.rename(target)

@@ -41,8 +41,7 @@ TABLE_HEAD = [
 ]
 SIMILARITY_HEAD = [
     *("run", "trained_with", "epoch", "batch", "method", "vjps", "cosine", "relative_error"),
-    *("cosine_here", "relative_error_here", "samples", "equilibria", "solved"),
-    *("solved_share_of_loss", "solved_here"),
+    *("samples", "equilibria", "solved", "solved_share_of_loss"),
     *("adjoint_residual", "forward_residual", "exact_residual", "exact_forward_residual"),
     *("spectral_radius", "spectral_radius_max", "exact"),
 ]

@@ -5,22 +5,20 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from gdeq.lab.data import DataError
-from gdeq.lab.files import json_object
 from gdeq.lab.paper.plan import Planned
+from gdeq.lab.report.runs import read_run
 from gdeq.lab.report.tables import Table, shown
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import process, runs
 from gdeq.lab.training.config import Config
-from gdeq.lab.training.folder import RunError, RunFolder, read_metrics
-from gdeq.lab.training.loop import DivergedError
+from gdeq.lab.training.folder import RunError, RunFolder
 from gdeq.lab.training.precision import caution
+from gdeq.lab.training.stopping import DivergedError
 from gdeq.options import count
 
 DONE, FAILED, BEGUN, MISSING = "finished", "failed", "begun", "missing"
@@ -28,20 +26,12 @@ DONE, FAILED, BEGUN, MISSING = "finished", "failed", "begun", "missing"
 ASIDE = {"device", "log_every", "test_every", "checkpoint_seconds", "snapshots", "solver.step_bits"}
 
 
-@dataclass(frozen=True)
-class Measure:
-    """How the gradients of a run are compared."""
-
-    batches: int = 8
-    images: int = 64
-    tol: float = 1e-4
-
-    def __post_init__(self) -> None:
-        runs.check_exact_tol(self.tol)  # before anything is trained
-
-
 class Journey:
-    """One call; ``out`` is where the run folders are."""
+    """One call.
+
+    out: where the run folders are.
+    batches, images: mini-batches by which the gradients of a run are compared, and their size.
+    """
 
     def __init__(
         self,
@@ -49,20 +39,22 @@ class Journey:
         *,
         overrides: Sequence[str] = (),
         root: Path | None = None,
-        measure: Measure | None = None,
+        batches: int = 8,
+        images: int = 64,
+        exact_tol: float = 1e-4,
         tell: Callable[[str], None] = print,
     ) -> None:
+        runs.check_exact_tol(exact_tol)  # before anything is trained
         self.out, self.overrides, self.root, self.tell = out, overrides, root, tell
-        self.measure = measure or Measure()
+        self.batches, self.images, self.exact_tol = batches, images, exact_tol
         self.notes: dict[str, str] = {}  # on each run that was trained in this call
 
     def state(self, run: Planned) -> str:
         path = self.out / run.name
-        if _summary(path):
-            return DONE
-        if (path / "failed.json").is_file():
-            return FAILED
-        return BEGUN if (path / "config.yaml").is_file() else MISSING
+        if not (path / "config.yaml").is_file():
+            return MISSING
+        found = read_run(path)
+        return DONE if found.finished else BEGUN if found.failed is None else FAILED
 
     def check(self, planned: Sequence[Planned]) -> dict[str, Config]:
         """The configuration of each; before any is begun, what is there must be of the same."""
@@ -112,26 +104,26 @@ class Journey:
             else:
                 runs.train(path, config, self.root, more=True, proceed=again)
         except DivergedError as problem:
-            steps = max((r["step"] for r in read_metrics(path / "metrics.jsonl")), default=0)
+            steps = max((record["step"] for record in read_run(path).steps), default=0)
             told = {"reason": str(problem), "steps": steps}
             RunFolder(path).write("failed.json", json.dumps(told, indent=1))
             return f"the loss became NaN after step {steps}"
         finally:
             _free()
-        summary = _summary(path)
-        return f"{summary['test_accuracy']:.2f} %, {summary['train_seconds']:.0f} s of training"
+        made = read_run(path)
+        return f"{shown(made.score, '.2f')} %, {shown(made.seconds, '.0f')} s of training"
 
     def _compare(self, run: Planned, config: Config) -> None:
         """The gradients of each snapshot that was not looked at before."""
-        path, measure = self.out / run.name, self.measure
-        seen = {record.get("epoch") for record in read_metrics(path / "similarity.jsonl")}
+        path = self.out / run.name
+        seen = {record.get("epoch") for record in read_run(path).similarity}
         for epoch in runs.snapshots(path):
             if epoch in seen:
                 continue
             self.tell(f"{run.name}: comparing the gradients of epoch {epoch}")
             for _ in runs.measure_similarity(
-                *(path, [epoch], measure.batches, measure.images),
-                *(self.root, config.device, measure.tol, self.tell),
+                *(path, [epoch], self.batches, self.images),
+                *(self.root, config.device, self.exact_tol, self.tell),
             ):
                 pass
             _free()
@@ -139,13 +131,13 @@ class Journey:
     def report(self, planned: Sequence[Planned]) -> str:
         """What this call did as a table, and how much is there."""
         states = {run.name: self.state(run) for run in planned}
-        told = {name: _summary(self.out / name) for name in self.notes}
+        told = {name: read_run(self.out / name) for name in self.notes}
         columns = {
             "run": list(told),
             "state": [states[name] for name in told],
-            "accuracy": [shown(own.get("test_accuracy"), ".2f") for own in told.values()],
-            "ms/step": [shown(own.get("ms_per_step"), ".2f") for own in told.values()],
-            "seconds": [shown(own.get("train_seconds"), ".0f") for own in told.values()],
+            "accuracy": [shown(own.score, ".2f") for own in told.values()],
+            "ms/step": [shown(own.ms_per_step, ".2f") for own in told.values()],
+            "seconds": [shown(own.seconds, ".0f") for own in told.values()],
             "note": list(self.notes.values()),
         }
         lines = [Table.of(columns).text()] if told else []
@@ -157,12 +149,6 @@ class Journey:
         if before:
             lines.append(f"failed before: {', '.join(before)}; delete a folder to try that again")
         return "\n".join(lines)
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    """Empty without one."""
-    place = path / "summary.json"
-    return (json_object(place.read_bytes()) if place.is_file() else None) or {}
 
 
 def _free() -> None:

@@ -59,11 +59,11 @@ class Similarity:
         worst = max(numbers(self.records, "exact_residual"), default=None)
         if worst is not None:
             text += f" The exact gradient was solved to a residual of {scientific(worst)} or less."
-        left_out = _left_out(self.records)
-        if left_out:
+        lost = left_out(self.records)
+        if lost:
             text += (
                 " Samples that have no exact gradient are left out of all figures, and the others "
-                f"are easier: {', '.join(left_out)}."
+                f"are easier: {', '.join(lost)}."
             )
         return text
 
@@ -88,8 +88,6 @@ class Similarity:
             return [shown(what(values) if values else None, form) for values in found]
 
         median = statistics.median
-        lost = bool(_left_out(self.records))
-        here = each("cosine_here", ".4f", median)
         columns = {
             "Method": [method for _, method in self.groups],
             "After epoch": [str(epoch) for epoch, _ in self.groups],
@@ -97,8 +95,6 @@ class Similarity:
             "Batches": each("cosine", "d", len),
             "Cosine, median": each("cosine", ".4f", median),
             "least": each("cosine", ".4f", min),
-            # Nearly all samples have an exact backward pass from where the run's solver stops.
-            "Cosine where the solver stops": here if lost else [],
             "Relative error, median": each("relative_error", ".3f", median),
             "Adjoint residual, median": each("adjoint_residual", ".3f", median),
             "Spectral radius, most": each("spectral_radius_max", ".3f", max),
@@ -113,7 +109,7 @@ def similarities(runs: Sequence[Run]) -> list[Similarity]:
     return [Similarity(run, f"_{n}" * (n > 1), run.similarity) for n, run in enumerate(measured, 1)]
 
 
-def _left_out(records: list[Record]) -> list[str]:
+def left_out(records: list[Record]) -> list[str]:
     """Epoch by epoch, how many samples had no exact gradient."""
     counts: dict[float, dict[object, tuple[float, float]]] = {}
     for record in records:

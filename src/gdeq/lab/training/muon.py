@@ -143,23 +143,12 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-8,
         pad: bool | None = None,
     ) -> None:
-        groups = [{**group, "params": list(group["params"])} for group in groups]
-        params = [p for group in groups for p in group["params"]]
-        flat = [p for g in groups if g.get("orthogonal") for p in g["params"] if p.dim() < 2]
-        if flat:
-            raise ValueError(
-                f"a parameter of shape {tuple(flat[0].shape)} is no matrix and cannot be made "
-                "orthogonal: put it into a group without 'orthogonal'"
-            )
         # Adam's counter of steps lies on the GPU, as `load_state_dict` is told by these two.
-        on_gpu = bool(params) and params[0].device.type == "cuda"
+        on_gpu = groups[0]["params"][0].device.type == "cuda"
         self.pad = on_gpu if pad is None else pad
         more = {"fused": on_gpu or None, "capturable": on_gpu, "weight_decay": 0.0}
-        super().__init__(
-            groups,
-            {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "orthogonal": False}
-            | more,
-        )
+        kept = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "orthogonal": False}
+        super().__init__(groups, kept | more)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -9,17 +9,15 @@ import torch
 
 from gdeq.lab.training.settings import Config
 
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 @contextlib.contextmanager
 def arithmetic(name: str, kind: str) -> Iterator[None]:
-    """float32, tf32, bf16 or fp16 on this kind of device, for what is computed inside."""
+    """float32, tf32 or bf16 on this kind of device, for what is computed inside."""
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest" if name == "float32" else "high")
     torch.backends.cudnn.allow_tf32 = name != "float32"
     try:
-        with torch.autocast(kind, HALF.get(name, torch.bfloat16), enabled=name in HALF):
+        with torch.autocast(kind, torch.bfloat16, enabled=name == "bf16"):
             yield
     finally:
         torch.set_float32_matmul_precision(before[0])

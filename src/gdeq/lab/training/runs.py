@@ -20,6 +20,7 @@ from gdeq.lab.training import checkpoint, process, progress
 from gdeq.lab.training import config as configs
 from gdeq.lab.training.config import Config, ConfigError
 from gdeq.lab.training.folder import RunError, RunFolder, device_name, read_metrics
+from gdeq.lab.training.learner import Learner
 from gdeq.lab.training.loop import Trainer
 from gdeq.lab.training.precision import precision
 from gdeq.lab.training.similarity import METHODS, similarity, solver_for
@@ -168,16 +169,16 @@ def _continue(
         return trainer.fit(**manner)
 
 
-def _describe(trainer: Trainer, tell: Tell, *lines: str) -> dict[str, Any]:
+def _describe(learner: Learner, tell: Tell, *lines: str) -> dict[str, Any]:
     """What a dry run says; nothing is written."""
-    train, test = (len(tensors[0]) for tensors in trainer.task.data)
+    train, test = (len(tensors[0]) for tensors in learner.task.data)
     for text in (
-        yaml.safe_dump(configs.to_dict(trainer.config), sort_keys=False),
-        f"device: {device_name(trainer.process.device)}",
-        f"data set: {train} train and {test} test {trainer.task.samples}",
-        f"steps: {len(trainer.train_batches)} an epoch, {trainer.total} in all",
-        f"parameters: {sum(p.numel() for p in trainer.model.parameters()):,}",
-        *trainer.notes(),
+        yaml.safe_dump(configs.to_dict(learner.config), sort_keys=False),
+        f"device: {device_name(learner.process.device)}",
+        f"data set: {train} train and {test} test {learner.task.samples}",
+        f"steps: {len(learner.train_batches)} an epoch, {learner.total} in all",
+        f"parameters: {sum(p.numel() for p in learner.model.parameters()):,}",
+        *learner.notes(),
         *lines,
     ):
         tell(text)
@@ -219,7 +220,7 @@ def trained(
     device: str | None = None,
     epoch: int | None = None,
     steps: int | None = None,
-) -> Trainer:
+) -> Learner:
     """A finished run, ready to be tested: with its last weights, or a snapshot's.
 
     Its settings are those that the weights were made with.
@@ -236,32 +237,31 @@ def trained(
             f"`gdeq train --resume {path}`"
         )
     tensors, about = checkpoint.read_tensors(file)
-    alone, silent = process.Process(me.device), progress.Silent()
     try:
         config = as_trained(configs.from_dict(about["config"]), about["choice"])
         if steps is not None:
             config = configs.replace(config, solver__max_iter=steps)
         # The weights in the file are averaged already.
-        trainer = Trainer(configs.replace(config, ema=0.0), run, alone, silent, root)
-        checkpoint.load_weights(trainer.model, tensors)
+        learner = Learner(configs.replace(config, ema=0.0), process.Process(me.device), root)
+        checkpoint.load_weights(learner.model, tensors)
     except (LookupError, TypeError, ValueError, RuntimeError) as problem:
         if isinstance(problem, LabError):
             raise
         raise RunError(f"{file} is of another model: {problem}") from problem
-    trainer.model.eval()
-    trainer.step = trainer.total
-    return trainer
+    learner.model.eval()
+    learner.step = learner.total
+    return learner
 
 
 def evaluate(
     path: Path, root: Path | None = None, device: str | None = None, steps: int | None = None
 ) -> dict[str, float]:
     """Test metric and loss of a finished run; ``steps``: with so many of the solver at most."""
-    trainer = trained(path, root, device, steps=steps)
-    if steps is not None and trainer.total <= trainer.config.pretrain_steps:
+    learner = trained(path, root, device, steps=steps)
+    if steps is not None and learner.total <= learner.config.pretrain_steps:
         raise RunError(f"{path} ended unrolled, without a solver: leave --steps out")
-    with precision(trainer.config, trainer.process.device):
-        return trainer.evaluate()
+    with precision(learner.config, learner.process.device):
+        return learner.evaluate()
 
 
 def check_exact_tol(tol: float) -> None:
@@ -298,8 +298,8 @@ def measure_similarity(
     if missing:
         raise RunError(f"no snapshot of epoch {missing[0]}; there are {sorted(found)}")
     for epoch in chosen:
-        trainer = trained(path, root, device, epoch)
-        own = trainer.config.solver.build()
+        learner = trained(path, root, device, epoch)
+        own = learner.config.solver.build()
         solvers = {name: solver_for(method, own) for name, method in METHODS.items()}
         replaced = [name for name, solver in solvers.items() if solver != own]
         if replaced and epoch == chosen[0]:
@@ -307,15 +307,15 @@ def measure_similarity(
                 f"the run's solver, {type(own).__name__}, leaves no inverse to reuse: "
                 f"for {', '.join(replaced)} it is solved by {solvers[replaced[0]]}"
             )
-        samples = len(trainer.task.data.train[0])
+        samples = len(learner.task.data.train[0])
         if batch_size > samples:
             raise ConfigError(
                 f"--batch-size {batch_size} is larger than the data set "
                 f"({count(samples, 'sample')}): lower it"
             )
-        source = trainer.task.train_batches(batch_size, plain=True)
+        source = learner.task.train_batches(batch_size, plain=True)
         records = []
-        for record in similarity(trainer, source, own, batches, epoch, exact_tol):
+        for record in similarity(learner, source, own, batches, epoch, exact_tol):
             records.append(record)
             yield record
         _keep_similarity(run, epoch, records, tell)
@@ -326,7 +326,7 @@ def _keep_similarity(run: RunFolder, epoch: int, records: list[dict[str, Any]], 
     before = read_metrics(run.path / name)
     others = [record for record in before if record.get("epoch") != epoch]
     if len(others) < len(before):
-        if not any(record["solved"] or record["solved_here"] for record in records):
+        if not any(record["solved"] for record in records):
             nothing = "no sample is solved to that, its earlier records"
             tell(f"epoch {epoch}: {nothing} in {name} are kept")
             return
@@ -359,9 +359,9 @@ def compare(
     states = {path: _state(path, wanted) for path, wanted in table.items()}  # before any begins
     if dry_run:
         with joined(config, folder) as me:
-            trainer = Trainer(config, RunFolder(folder), me, progress.Silent(), root)
+            learner = Learner(config, me, root)
             deeds = (f"{state}: would {DEEDS[state]} {path}" for path, state in states.items())
-            _describe(trainer, tell, *deeds)
+            _describe(learner, tell, *deeds)
         return []
     left = [path for path in table if states[path] != FINISHED]
     proceed = f"the same command: `gdeq compare ... --out {folder}`"

@@ -27,7 +27,7 @@ from gdeq import (
 )
 from gdeq.fixed_point import check_pair
 from gdeq.lab.data import Batches
-from gdeq.lab.training.loop import Trainer, deq_inputs
+from gdeq.lab.training.learner import Learner, deq_inputs
 from gdeq.lab.training.precision import precision
 from gdeq.lab.training.settings import Config
 from gdeq.solution import Cotangent
@@ -106,7 +106,7 @@ def solver_for(method: Gradient, solver: Solver) -> Solver:
 
 
 def similarity(
-    trainer: Trainer,
+    learner: Learner,
     batches: Batches,
     solver: Solver,
     count: int,
@@ -120,16 +120,14 @@ def similarity(
     before the equilibrium count.  Dropout is off and batch norm as in the test.
 
     A sample whose equilibrium or adjoint is not found to ``exact_tol`` is in neither gradient:
-    "solved" counts those that are left, which are the easier ones.  A second comparison, "here", is
-    with the exact backward pass from where the run's solver stops, which nearly all samples have:
-    it tells what the backward pass alone loses.  The spectral radius of ∂f/∂z is that of the middle
-    and of the worst solved sample, the same in all records of a mini-batch.
+    "solved" counts those that are left, which are the easier ones.  The spectral radius of ∂f/∂z is
+    that of the middle and of the worst solved sample, the same in all records of a mini-batch.
     """
-    trainer.model.eval()
+    learner.model.eval()
     for index, batch in itertools.islice(batches.epoch(epoch), count):
         # Closed before a record is handed out: the caller's arithmetic is not ours to change.
         with precision(FULL, batch[0].device):
-            records = list(compare(Problem(trainer, batch), solver, exact_tol, METHODS))
+            records = list(compare(Problem(learner, batch), solver, exact_tol, METHODS))
         for record in records:
             yield {"epoch": epoch, "batch": index, **record}
 
@@ -139,24 +137,12 @@ def compare(
 ) -> Iterator[dict[str, Any]]:
     samples = len(problem.batch[0])
     problem.keep_finite(solver)
-    tight = Broyden(max_iter=EQUILIBRIUM_STEPS, tol=EQUILIBRIUM_TOL, stop="whole")
-    truth = problem.exact(tight, exact_tol, exact_tol)
+    truth = problem.truth(exact_tol)
     radius = problem.radius()[truth.taken]
-    here: dict[Solver, Found] = {}  # of each solver that a method wants
     for name, method in methods.items():
         own = solver_for(method, solver)
-        if own not in here:
-            here[own] = problem.exact(own, float("inf"), exact_tol)
-        same = torch.equal(here[own].taken, truth.taken)
-        found = found_here = here[own]
-        if name != "Implicit" or not same:
-            found = found_here = problem.gradient(own, method, truth.taken)
-        if not same:
-            found_here = problem.gradient(own, method, here[own].taken)
+        found = problem.gradient(own, method, truth.taken)
         cosine, error = _beside(found.gradient, truth.gradient)
-        cosine_here, error_here = _beside(found_here.gradient, here[own].gradient)
-        if found_here is here[own]:  # that is what "here" is
-            cosine_here = error_here = None
         yield {
             "method": name,
             "solver": type(own).__name__,
@@ -167,14 +153,10 @@ def compare(
             "solved_share_of_loss": (found.losses[truth.taken].sum() / found.losses.sum()).item(),
             "cosine": cosine,
             "relative_error": error,
-            "solved_here": int(here[own].taken.sum()),
-            "cosine_here": cosine_here,
-            "relative_error_here": error_here,
             "forward_residual": found.worst(found.forward_residual),
-            "adjoint_residual": _middle(found_here.backward_residual[found_here.taken]),
+            "adjoint_residual": _middle(found.backward_residual[found.taken]),
             "exact_forward_residual": truth.worst(truth.forward_residual),
             "exact_residual": truth.worst(truth.backward_residual),
-            "exact_residual_here": here[own].worst(here[own].backward_residual),
             "exact_tol": exact_tol,
             "spectral_radius": _middle(radius),
             "spectral_radius_max": radius.max().item() if len(radius) else None,
@@ -184,8 +166,8 @@ def compare(
 class Problem:
     """The loss of one mini-batch, and gradients of it by any solver and method."""
 
-    def __init__(self, trainer: Trainer, batch: tuple[Tensor, ...]) -> None:
-        self.model, self.deq, self.task = trainer.model, trainer.deq, trainer.task
+    def __init__(self, learner: Learner, batch: tuple[Tensor, ...]) -> None:
+        self.model, self.deq, self.task = learner.model, learner.deq, learner.task
         self.batch = batch
 
     def losses(self, solver: Solver, method: Gradient) -> Tensor:  # -> (batch,)
@@ -228,18 +210,16 @@ class Problem:
         losses = losses.detach()
         return Found(flat, losses, taken, solution.residual, backward, solution.record.vjps)
 
-    def exact(self, solver: Solver, forward: float, backward: float) -> Found:
-        """The exact gradient at the solver's result, of samples solved to these two residuals.
-
-        NaN is no residual to be content with.
-        """
-        method = Sifting(backward, ADJOINT_STEPS)
-        found = self.gradient(solver, method, forward)
+    def truth(self, tol: float) -> Found:
+        """The exact gradient at the equilibrium, of samples both of whose solves reach ``tol``."""
+        tight = Broyden(max_iter=EQUILIBRIUM_STEPS, tol=EQUILIBRIUM_TOL, stop="whole")
+        method = Sifting(tol, ADJOINT_STEPS)
+        found = self.gradient(tight, method, tol)
         assert method.kept is not None
         good = found.taken & method.kept
         # The loss was the mean over those taken; it is to be the mean over the good ones.
         share = found.taken.sum() / good.sum().clamp(min=1)
-        residual = torch.where(good, found.backward_residual, 0.0)
+        residual = torch.where(good, found.backward_residual, 0.0)  # NaN is none to be content with
         return replace(
             found, gradient=found.gradient * share, taken=good, backward_residual=residual
         )

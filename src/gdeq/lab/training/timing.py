@@ -15,13 +15,12 @@ from typing import Any
 
 from gdeq.lab.training import runs
 from gdeq.lab.training.folder import RunFolder
-from gdeq.lab.training.loop import Trainer
+from gdeq.lab.training.learner import Learner
 from gdeq.lab.training.precision import precision
 from gdeq.lab.training.recordings import wait_for
 
 TURNS, STEPS = 12, 3  # of each method, and the steps of a turn
 LEAST, PATIENCE = 4, 60.0  # turns at least; seconds after which no other turn begins
-BUSY = 0.05  # share of the time spent waiting for a core, above which others were at work
 
 
 def in_turns(
@@ -63,11 +62,11 @@ def time_runs(
         return  # one process alone would time another step
     tell(f"timing {len(paths)} methods in turns")
     with contextlib.ExitStack() as opened:
-        trainers = {str(path): runs.trained(path, root) for path in paths}
-        first = next(iter(trainers.values()))
+        learners = {str(path): runs.trained(path, root) for path in paths}
+        first = next(iter(learners.values()))
         opened.enter_context(precision(first.config, first.process.device))
-        counts: dict[str, list[tuple[int, int]]] = {name: [] for name in trainers}
-        steps = {name: _step(trainer, counts[name]) for name, trainer in trainers.items()}
+        counts: dict[str, list[tuple[int, int]]] = {name: [] for name in learners}
+        steps = {name: _step(learner, counts[name]) for name, learner in learners.items()}
         found, waited = in_turns(steps, TURNS, STEPS)
     shared = {
         "session": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -78,30 +77,25 @@ def time_runs(
         evals, vjps = (statistics.mean(column) for column in zip(*some, strict=True))
         told = {**shared, "ms": found[name], "evals": evals, "vjps": vjps}
         RunFolder(Path(name)).write("timing.json", json.dumps(told, indent=1))
-    if waited is not None and waited > BUSY:
-        tell(
-            f"warning: other processes are using the cores: {100 * waited:.0f} % of the time was "
-            "spent waiting for one; run the command again on an idle machine for better times"
-        )
-    del trainers, steps, first
+    del learners, steps, first
     gc.collect()
 
 
-def _step(trainer: Trainer, counts: list[tuple[int, int]]) -> Callable[[], None]:
+def _step(learner: Learner, counts: list[tuple[int, int]]) -> Callable[[], None]:
     """One training step as the run's last ones were; the device has finished it when it returns.
 
     counts: receives its evaluations of f, the one with autograd among them, and its VJPs.
     """
-    epochs = (trainer.train_batches.epoch(number) for number in itertools.count())
+    epochs = (learner.train_batches.epoch(number) for number in itertools.count())
     batches = (batch for _, batch in itertools.chain.from_iterable(epochs))
-    device = trainer.process.device
-    first = max(trainer.config.pretrain_steps, trainer.total - 10)  # one of ten may be measured
+    device = learner.process.device
+    first = max(learner.config.pretrain_steps, learner.total - 10)  # one of ten may be measured
 
     def step() -> None:
-        trainer.step = first + len(counts) % (trainer.total - first)
-        trainer.one_step(*next(batches))
+        learner.step = first + len(counts) % (learner.total - first)
+        learner.one_step(*next(batches))
         wait_for([device] if device.type == "cuda" else [])
-        solution = trainer.deq.solution
+        solution = learner.deq.solution
         assert solution is not None
         counts.append((int(solution.evals) + 1, int(solution.record.vjps)))
 

@@ -1,4 +1,4 @@
-"""What the tests of `gdeq train` and of `gdeq paper` both use; see their conftest.py."""
+"""The command line in this process, a few images in place of data sets, and runs to look at."""
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ from gdeq.lab.training import config as configs
 from gdeq.lab.training import folder, loop, process, progress
 
 ALONE = process.Process(torch.device("cpu"))
-__all__ = ["few_images", "gdeq", "trainer", "zygote"]
 
 
 @pytest.fixture(scope="session")
@@ -65,3 +64,11 @@ def trainer(tmp_path, few_images):
         return loop.Trainer(config, folder.RunFolder(tmp_path), me, progress.Silent(), None)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory, zygote):
+    """One uninterrupted run with everything that has a state."""
+    folder = tmp_path_factory.mktemp("reference")
+    zygote.ok(folder / "log", "train", *training_runs.RICH, "--out", folder / "run")
+    return folder / "run"

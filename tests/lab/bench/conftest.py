@@ -1,3 +1,0 @@
-from training_fixtures import gdeq
-
-__all__ = ["gdeq"]

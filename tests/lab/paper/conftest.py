@@ -1,3 +1,0 @@
-from training_fixtures import few_images, gdeq, zygote
-
-__all__ = ["few_images", "gdeq", "zygote"]

@@ -1,3 +1,0 @@
-from training_fixtures import gdeq, zygote
-
-__all__ = ["gdeq", "zygote"]
