@@ -137,10 +137,18 @@ def test_dropout_is_one_function_during_a_solve():
     made = model(dropout=0.3, attention=0.3, embedding=0.3, outer=0.3)
     made.train()
     a, b = made(text(WINDOW)), made(text(WINDOW))
-    assert made.deq.solution.residual.max() < 1e-4
+    assert made.deq.solution.converged.all()
     assert (a - b).abs().max() > 0.1
     made.eval()
     assert torch.equal(made(text(WINDOW)), made(text(WINDOW)))
+
+
+def test_a_dropped_word_has_an_equilibrium():
+    made = model(embedding=0.7)
+    made.train()
+    for _ in range(12):  # with x = 0 a third of these texts would not converge
+        made(text(WINDOW))
+        assert made.deq.solution.converged.all()
 
 
 def test_attention_drops_earlier_tokens_but_never_a_token_itself():

@@ -122,7 +122,7 @@ class Transformer(nn.Module):
     dropout: share of features dropped in f, the same at all tokens of a text.
     attention: share of the earlier tokens that a token does not see, the same for all heads.
     embedding: share of the symbols that are dropped from a batch, wherever they occur.
-    outer: share of features dropped of x and of the equilibrium.
+    outer: share of features dropped of the embedding and of the equilibrium.
 
     Examples:
         >>> import torch
@@ -157,7 +157,13 @@ class Transformer(nn.Module):
         self.heads, self.dropout, self.attention = heads, dropout, attention
         self.embedding, self.outer = embedding, outer
         self.embed = nn.Embedding(symbols, width)
-        nn.init.normal_(self.embed.weight, std=width**-0.5)
+        # z holds x: were x the embedding itself, which is tied to the output, each token would
+        # predict itself.  The bias is what a dropped word is read as: with x = 0, f need not
+        # contract, since its norms undo any scale.
+        self.read = nn.Linear(width, width)
+        nn.init.normal_(self.read.bias, std=0.5)
+        for weight in (self.embed.weight, self.read.weight):
+            nn.init.normal_(weight, std=width**-0.5)
         self.deq = DEQ(Cell(width, heads, blocks), solver, gradient)
         self.bias = nn.Parameter(torch.zeros(symbols))
         self.register_buffer("memory", torch.zeros(blocks, rows, memory, width))
@@ -194,7 +200,8 @@ class Transformer(nn.Module):
         if self.training and self.embedding:
             words = self._mask(self.embedding, 1, self.embed.num_embeddings).view(-1, 1)
             x = x * words[tokens.long()]
-        return self._dropped(x)
+        made: Tensor = self.read(self._dropped(x))
+        return made
 
     def context(self, tokens: Tensor) -> Context:
         memory, filled = self._past(len(tokens))

@@ -76,7 +76,7 @@ class TransformerConfig:
     dropout: float = 0.0  # share of features dropped in f; one mask per solve
     attention: float = 0.0  # share of the earlier tokens that a token does not see
     embedding: float = 0.0  # share of the vocabulary dropped from a batch
-    outer: float = 0.0  # share of features dropped from x and from the equilibrium
+    outer: float = 0.0  # share of features dropped from embedding and equilibrium
 
     def __post_init__(self) -> None:
         for name in ("width", "heads", "blocks"):
