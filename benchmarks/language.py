@@ -1,12 +1,15 @@
 """Language models: each gradient by the same recipe, explicit transformers, torchdeq, decoding.
 
+    python benchmarks/language.py train --preset chars --seeds 3 --set optimizer.lr=1e-3
     python benchmarks/language.py train --device cuda --data DATA --epochs 32
     python benchmarks/language.py torchdeq --device cuda
     python benchmarks/language.py decode --run runs/RUN --data DATA --device cuda
     python benchmarks/language.py draw --run results/language/ptb
 
-train: all rows have about the same number of parameters and of passes over the text.  "explicit" is
-the same module evaluated once; "explicit, 4 blocks" is narrower and deeper.
+train: every row evaluates f equally often in the forward pass, and is tested by as many steps of
+Picard and by 30.  "explicit" is the same module evaluated once; "explicit, 4 blocks" has about as
+many parameters, and "explicit, 5 blocks, wide" as much arithmetic in a step as the first row.
+Finished runs are kept in --folder: the same command goes on where it was stopped.
 torchdeq: one training step of the same cell in turns; both solve twelve steps of Broyden, forward
 and backward.  decode: solver steps a token, from the last equilibrium and from zeros.
 """

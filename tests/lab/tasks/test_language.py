@@ -221,6 +221,13 @@ def test_wrong_settings_are_named(settings, message):
         task(Bytes, *settings)
 
 
+def test_a_word_begins_as_likely_as_it_is_frequent():
+    words = task(Words, preset="ptb")
+    shares = words.model().bias.detach().softmax(0)
+    assert shares[6] == pytest.approx(121 / 427)  # `the` is 2 of 7 words; each counts once more
+    assert shares[1] == pytest.approx(1 / 427)  # `<unk>` does not occur
+
+
 def test_several_processes_are_refused():
     two = process.Process(torch.device("cpu"))
     object.__setattr__(two, "world_size", 2)
