@@ -9,6 +9,7 @@
 train: every row evaluates f equally often in the forward pass, and is tested by as many steps of
 Picard and by 30.  "explicit" is the same module evaluated once; "explicit, 4 blocks" has about as
 many parameters, and "explicit, 5 blocks, wide" as much arithmetic in a step as the first row.
+"within a seed" is the difference from the first row with the same seed.
 Finished runs are kept in --folder: the same command goes on where it was stopped.
 torchdeq: one training step of the same cell in turns; both solve twelve steps of Broyden, forward
 and backward.  decode: solver steps a token, from the last equilibrium and from zeros.
@@ -41,6 +42,7 @@ from gdeq.lab.training.process import Process
 from gdeq.lab.training.progress import Silent
 from gdeq.models.transformer import Transformer
 
+METRICS = ("bits_per_byte", "perplexity")
 EXPLICIT = ["pretrain_steps=100000000", "pretrain_layers=1"]
 
 
@@ -91,8 +93,12 @@ def trained(args: Any, report: Report) -> Iterator[dict[str, Any]]:
             told = ", ".join(f"{key} {value:.4g}" for key, value in found[name][-1].items())
             report(f"{name}, seed {seed}: {told}")
     pace = paces(args, rows)
+    first = next(iter(found.values()))
     for name, those in found.items():
-        yield {"row": name, "ms": pace[name]} | {key: summed(those, key) for key in those[0]}
+        key = next(key for key in those[0] if key.startswith(METRICS))
+        within = [{key: a[key] - b[key]} for a, b in zip(those, first, strict=True)]
+        told = {"row": name, "ms": pace[name], "within a seed": summed(within, key)}
+        yield told | {key: summed(those, key) for key in those[0]}
 
 
 def run_of(args: Any, name: str, settings: list[str], seed: int) -> dict[str, float]:
@@ -158,7 +164,7 @@ def summed(those: list[dict[str, float]], key: str) -> float | str:
     """The mean, and a metric's standard deviation."""
     values = [each[key] for each in those]
     mean = statistics.fmean(values)
-    if len(values) == 1 or not key.startswith(("bits", "perplexity")):
+    if len(values) == 1 or not key.startswith(METRICS):
         return mean
     return f"{mean:.3f} ± {statistics.stdev(values):.3f}"
 
