@@ -1,12 +1,16 @@
 """Language models: each gradient by the same recipe, explicit transformers, torchdeq, decoding.
 
+    python benchmarks/language.py train --preset chars --seeds 3 --set optimizer.lr=1e-3
     python benchmarks/language.py train --device cuda --data DATA --epochs 32
     python benchmarks/language.py torchdeq --device cuda
     python benchmarks/language.py decode --run runs/RUN --data DATA --device cuda
     python benchmarks/language.py draw --run results/language/ptb
 
-train: all rows have about the same number of parameters and of passes over the text.  "explicit" is
-the same module evaluated once; "explicit, 4 blocks" is narrower and deeper.
+train: every row evaluates f equally often in the forward pass, and is tested by as many steps of
+Picard and by 30.  "explicit" is the same module evaluated once; "explicit, 4 blocks" has about as
+many parameters, and "explicit, 5 blocks, wide" as much arithmetic in a step as the first row.
+"within a seed" is the difference from the first row with the same seed.
+Finished runs are kept in --folder: the same command goes on where it was stopped.
 torchdeq: one training step of the same cell in turns; both solve twelve steps of Broyden, forward
 and backward.  decode: solver steps a token, from the last equilibrium and from zeros.
 """
@@ -18,6 +22,7 @@ import math
 import shutil
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +35,36 @@ from common import COLORS, ROOT, Report, interleave, parser, peak_memory, pyplot
 from gdeq.lab.tasks.language import Language, continued
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import runs
+from gdeq.lab.training.folder import RunFolder
+from gdeq.lab.training.loop import Trainer
 from gdeq.lab.training.precision import precision
+from gdeq.lab.training.process import Process
+from gdeq.lab.training.progress import Silent
 from gdeq.models.transformer import Transformer
 
-# As many evaluations of f in the forward pass as the preset's 8 and 4.
-PICARD = ["solver=picard", "solver.max_iter=12"]
-BROYDEN = ["solver=broyden", "solver.max_iter=12", "gradient=gdeq"]
+METRICS = ("bits_per_byte", "perplexity")
 EXPLICIT = ["pretrain_steps=100000000", "pretrain_layers=1"]
-ROWS = {
-    "Unrolled, 4 steps": [],
-    "JFB": ["gradient=jfb", *PICARD],
-    "NPG": ["gradient=npg", *PICARD],
-    "Implicit": ["gradient=implicit", "gradient.max_iter=12", "gradient.tol=1e-2", *PICARD],
-    "GDEQ": BROYDEN,
-    "GDEQ refine 1": [*BROYDEN, "gradient.refine=1"],
-    "GDEQ refine 2": [*BROYDEN, "gradient.refine=2"],
-    "explicit": EXPLICIT,
-    "explicit, 4 blocks": EXPLICIT,
-}
+
+
+def rows_of(config: Any) -> dict[str, list[str]]:
+    """Settings of each row, beside those of the configuration."""
+    steps = config.solver.max_iter + config.gradient.steps  # evaluations of f in the forward pass
+    picard = ["solver=picard", f"solver.max_iter={steps}"]
+    gdeq = [*picard, "gradient=gdeq"]
+    return {
+        "Unrolled, 4 steps": [],
+        "JFB": ["gradient=jfb", *picard],
+        "NPG, 4 terms": ["gradient=npg", *picard],
+        "Implicit": ["gradient=implicit", "gradient.max_iter=12", "gradient.tol=1e-2", *picard],
+        "GDEQ, Broyden": ["solver=broyden", f"solver.max_iter={steps}", "gradient=gdeq"],
+        "GDEQ refine 1": [*gdeq, "gradient.refine=1"],
+        "GDEQ refine 2": [*gdeq, "gradient.refine=2"],
+        "explicit": EXPLICIT,
+        "explicit, 4 blocks": [*EXPLICIT, "model.blocks=4", f"model.width={width_of(4, config)}"],
+        "explicit, 5 blocks, wide": [*EXPLICIT, "model.blocks=5"],
+    }
+
+
 QUICK = [
     *("epochs=1", "batch_size=512", "window=8", "memory=8", "test_rows=64", "log_every=5"),
     *("model.width=16", "model.heads=2"),
@@ -63,41 +80,96 @@ def width_of(blocks: int, config: Any) -> int:
     return max(1, round(d / (2 * wanted.heads))) * 2 * wanted.heads
 
 
-def trained(args: Any) -> Iterator[dict[str, Any]]:
-    more = [f"device={args.device}", *(QUICK if args.quick else [])]
+def trained(args: Any, report: Report) -> Iterator[dict[str, Any]]:
+    """All rows of a seed, then of the next, so that a run that is cut short has whole seeds."""
+    more = [f"device={args.device}", *(QUICK if args.quick else []), *args.set]
     more += [f"epochs={args.epochs}"] if args.epochs else []
-    for name, settings in ROWS.items():
-        if args.only and name not in args.only:
-            continue
-        given = [*more, *settings, f"test_every={args.epochs or 1}"]
-        if name == "explicit, 4 blocks":
-            width = width_of(4, configs.load(args.preset, more))
-            given += ["model.blocks=4", f"model.width={width}"]
-        scores = []
-        for seed in range(args.seed, args.seed + args.seeds):
-            place = args.folder / f"{name.replace(', ', '-').replace(' ', '-')}-seed{seed}"
-            shutil.rmtree(place, ignore_errors=True)
-            if args.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            config = configs.load(args.preset, [*given, f"seed={seed}"])
-            told = runs.train(place, config, args.data)
-            scores.append(told[f"test_{told['metric']['name']}"])
-        last = [json.loads(line) for line in (place / "metrics.jsonl").open()][-1]
-        peak = torch.cuda.max_memory_allocated() / 2**30 if args.device == "cuda" else math.nan
-        yield {
-            "gradient": name,
-            told["metric"]["name"]: f"{statistics.fmean(scores):.2f}",
-            "spread": f"{max(scores) - min(scores):.2f}",
-            "residual": last["residual"],
-            "batch error": math.nan if last["batch_error"] is None else last["batch_error"],
-            "ms": told["ms_per_step"],
-            "tokens/s": f"{1e3 * config.batch_size * config.window / told['ms_per_step']:,.0f}",
-            "GiB": peak,
-            "parameters": f"{told['parameters'] / 1e6:.1f} M",
-        }
+    rows = rows_of(configs.load(args.preset, more))
+    rows = {name: [*more, *rows[name]] for name in args.only or rows}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in rows}
+    for seed in range(args.seed, args.seed + args.seeds):
+        for name, settings in rows.items():
+            found[name].append(run_of(args, name, settings, seed))
+            told = ", ".join(f"{key} {value:.4g}" for key, value in found[name][-1].items())
+            report(f"{name}, seed {seed}: {told}")
+    pace = paces(args, rows)
+    first = next(iter(found.values()))
+    for name, those in found.items():
+        key = next(key for key in those[0] if key.startswith(METRICS))
+        within = [{key: a[key] - b[key]} for a, b in zip(those, first, strict=True)]
+        told = {"row": name, "ms": pace[name], "within a seed": summed(within, key)}
+        yield told | {key: summed(those, key) for key in those[0]}
 
 
-def beside(args: Any) -> Iterator[dict[str, Any]]:
+def run_of(args: Any, name: str, settings: list[str], seed: int) -> dict[str, float]:
+    """Figures of one training; kept in its folder, and not made again by the same settings."""
+    place = args.folder / f"{args.preset}-{name.replace(',', '').replace(' ', '-')}-seed{seed}"
+    kept = place / f"figures-{'-'.join(map(str, args.steps))}.json"
+    config = configs.load(
+        args.preset, [*settings, f"test_every={args.epochs or 1}", f"seed={seed}"]
+    )
+    if not kept.is_file() or RunFolder.open(place).config() != config:
+        shutil.rmtree(place, ignore_errors=True)
+        if args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        told = runs.train(place, config, args.data)
+        found = {"parameters": told["parameters"], **at_the_end(place)}
+        if args.device == "cuda":
+            found["GiB"] = torch.cuda.max_memory_allocated() / 2**30
+        for steps in args.steps:
+            found |= tested(place, args, steps)
+        kept.write_text(json.dumps(found))
+    figures: dict[str, float] = json.loads(kept.read_text())
+    return figures
+
+
+def paces(args: Any, rows: dict[str, list[str]]) -> dict[str, float]:
+    """Milliseconds of a training step, in turns; on a CPU those that the processor worked."""
+    device = torch.device(args.device)
+    steps: dict[str, Callable[[], None]] = {}
+    for name, settings in rows.items():
+        config = configs.load(args.preset, settings)
+        trainer = Trainer(config, RunFolder(Path()), Process(device), Silent(), args.data)
+        batch = next(trainer.train_batches.epoch(0))[1]
+        steps[name] = partial(trainer.one_step, *batch)
+    clock = "wall" if device.type == "cuda" else "cpu"
+    with precision(config, device):  # of all rows
+        times = interleave(steps, 2 if args.quick else 20, device, warmup=12, clock=clock)
+    return {name: 1e3 * statistics.fmean(each) for name, each in times.items()}
+
+
+def at_the_end(place: Path) -> dict[str, float]:
+    """Means over the last five log lines of the training."""
+    records = [json.loads(line) for line in (place / "metrics.jsonl").open()]
+    lines = [record for record in records if record["kind"] == "step"][-5:]
+    found = {}
+    for name in ("residual", "backward_residual", "batch_error"):
+        known = [line[name] for line in lines if line[name] is not None]
+        found[name] = statistics.fmean(known) if known else math.nan
+    return found
+
+
+def tested(place: Path, args: Any, steps: int) -> dict[str, float]:
+    """The last weights with as many steps of Picard, whose iterates are causal."""
+    trainer = runs.trained(place, args.data, args.device)
+    picard = {"solver__name": "picard", "solver__max_iter": steps, "solver__tol": 0.0}
+    trainer.config = configs.replace(trainer.config, gradient__name="jfb", **picard)
+    with precision(trainer.config, trainer.process.device):
+        told = trainer.evaluate()
+    name = trainer.task.metric.name
+    return {f"{name}, {steps}": told[name], f"test residual, {steps}": told["residual"]}
+
+
+def summed(those: list[dict[str, float]], key: str) -> float | str:
+    """The mean, and a metric's standard deviation."""
+    values = [each[key] for each in those]
+    mean = statistics.fmean(values)
+    if len(values) == 1 or not key.startswith(METRICS):
+        return mean
+    return f"{mean:.3f} ± {statistics.stdev(values):.3f}"
+
+
+def beside(args: Any, _: Report) -> Iterator[dict[str, Any]]:
     """One training step without an optimiser, ours by the layer and torchdeq's, the same cell."""
     import torchdeq  # noqa: PLC0415 (an extra)
 
@@ -152,7 +224,7 @@ def beside(args: Any) -> Iterator[dict[str, Any]]:
         }
 
 
-def decoded(args: Any) -> Iterator[dict[str, Any]]:
+def decoded(args: Any, _: Report) -> Iterator[dict[str, Any]]:
     trainer = runs.trained(args.run, args.data, args.device)
     task, model = trainer.task, trainer.model
     assert isinstance(task, Language)
@@ -205,7 +277,9 @@ def main() -> None:
     wanted.add_argument("--data", type=Path, default=None, help="folder of the data sets")
     wanted.add_argument("--epochs", type=int, default=0, help="0: as the preset says")
     wanted.add_argument("--seeds", type=int, default=1, help="runs of each row")
-    wanted.add_argument("--only", nargs="+", choices=list(ROWS), help="some rows")
+    wanted.add_argument("--only", nargs="+", help="some rows, by name")
+    wanted.add_argument("--steps", nargs="+", type=int, default=[8, 30], help="of the test")
+    wanted.add_argument("--set", nargs="+", default=[], help="settings for all rows, key=value")
     wanted.add_argument("--folder", type=Path, default=ROOT / "runs" / "language")
     wanted.add_argument("--run", type=Path, help="a finished run, to decode or draw")
     wanted.add_argument("--tokens", type=int, default=200, help="to decode")
@@ -217,9 +291,8 @@ def main() -> None:
     if args.what == "draw":
         report.figure(draw(args.run))
         return
-    found = list({"train": trained, "torchdeq": beside, "decode": decoded}[args.what](args))
-    report.table(found)
-    report.csv(found)
+    rows = {"train": trained, "torchdeq": beside, "decode": decoded}[args.what]
+    report.table(list(rows(args, report)))
     report.close()
 
 

@@ -58,6 +58,14 @@ def test_by_segments_it_is_the_whole(blocks, explicit):
         assert (by_segments(made, tokens, window) - whole).abs().max() < 1e-8
 
 
+def test_unrolled_from_zeros_it_remembers_where_it_came_to():
+    """Pre-training by many evaluations of f: the memory is near the equilibrium, too."""
+    made, tokens = model(), text()
+    at_equilibrium = by_segments(made, tokens)
+    made.deq.solver, made.deq.gradient = None, gdeq.Unrolled(80)
+    assert (by_segments(made, tokens) - at_equilibrium).abs().max() < 1e-6
+
+
 def test_the_memory_is_as_long_as_it_is_said_to_be():
     made, tokens = model(memory=WINDOW, blocks=1), text()
     whole = by_segments(made, tokens)
@@ -126,13 +134,37 @@ def test_gradients_are_those_of_the_equilibrium(memory):
 
 
 def test_dropout_is_one_function_during_a_solve():
-    made = model(dropout=0.3, embedding=0.3, outer=0.3)
+    made = model(dropout=0.3, attention=0.3, embedding=0.3, outer=0.3)
     made.train()
     a, b = made(text(WINDOW)), made(text(WINDOW))
     assert made.deq.solution.converged.all()
     assert (a - b).abs().max() > 0.1
     made.eval()
     assert torch.equal(made(text(WINDOW)), made(text(WINDOW)))
+
+
+def test_a_dropped_word_has_an_equilibrium():
+    made = model(embedding=0.7)
+    made.train()
+    for _ in range(12):  # with x = 0 a third of these texts would not converge
+        made(text(WINDOW))
+        assert made.deq.solution.converged.all()
+
+
+def test_attention_drops_earlier_tokens_but_never_a_token_itself():
+    made, tokens = model(attention=0.4, memory=WINDOW), text(WINDOW)
+    made.train()
+    made(tokens)
+    made.advance()
+    visible = made.context(tokens).visible
+    assert visible.shape == (3, 1, WINDOW, 2 * WINDOW)
+    assert visible.diagonal(WINDOW, 2, 3).all()
+    earlier = torch.ones(WINDOW, 2 * WINDOW).tril(WINDOW - 1).bool()
+    assert 0.4 < visible[:, 0, earlier].double().mean() < 0.8
+    assert not visible[:, 0].triu(WINDOW + 1).any()
+    assert not torch.equal(visible, made.context(tokens).visible)
+    made.eval()
+    assert made.context(tokens).visible.dim() == 2
 
 
 def test_its_example_runs():

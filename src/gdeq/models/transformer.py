@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, rms_norm, scaled_dot_product_attention
 
-from gdeq import DEQ, GDEQ, Gradient, Picard, Solver
+from gdeq import DEQ, GDEQ, Gradient, Picard, Solver, Unrolled
 
 
 class Masks(NamedTuple):
@@ -35,7 +35,7 @@ class Masks(NamedTuple):
 class Context(NamedTuple):
     """What f needs beside z and x, and what stays the same during a solve."""
 
-    visible: Tensor  # (length, memory + length): who looks at whom
+    visible: Tensor  # (length, memory + length), or of each text (b, 1, ...): who looks at whom
     turns: tuple[Tensor, Tensor]  # cosines and sines of the places, (memory + length, d/2)
     past: tuple[tuple[Tensor, Tensor], ...]  # of each block: keys and values of the memory
     masks: tuple[Masks, ...] | None  # None: no dropout
@@ -120,8 +120,9 @@ class Transformer(nn.Module):
     rows: texts that are read side by side in training.
     memory: tokens before a segment that are attended to.
     dropout: share of features dropped in f, the same at all tokens of a text.
+    attention: share of the earlier tokens that a token does not see, the same for all heads.
     embedding: share of the symbols that are dropped from a batch, wherever they occur.
-    outer: share of features dropped of x and of the equilibrium.
+    outer: share of features dropped of the embedding and of the equilibrium.
 
     Examples:
         >>> import torch
@@ -146,15 +147,23 @@ class Transformer(nn.Module):
         rows: int = 1,
         *,
         dropout: float = 0.0,
+        attention: float = 0.0,
         embedding: float = 0.0,
         outer: float = 0.0,
         solver: Solver | None = Picard(max_iter=30, tol=1e-3),  # noqa: B008 (frozen)
         gradient: Gradient = GDEQ(refine=2),  # noqa: B008 (frozen)
     ) -> None:
         super().__init__()
-        self.heads, self.dropout, self.embedding, self.outer = heads, dropout, embedding, outer
+        self.heads, self.dropout, self.attention = heads, dropout, attention
+        self.embedding, self.outer = embedding, outer
         self.embed = nn.Embedding(symbols, width)
-        nn.init.normal_(self.embed.weight, std=width**-0.5)
+        # z holds x: were x the embedding itself, which is tied to the output, each token would
+        # predict itself.  The bias is what a dropped word is read as: with x = 0, f need not
+        # contract, since its norms undo any scale.
+        self.read = nn.Linear(width, width)
+        nn.init.normal_(self.read.bias, std=0.5)
+        for weight in (self.embed.weight, self.read.weight):
+            nn.init.normal_(weight, std=width**-0.5)
         self.deq = DEQ(Cell(width, heads, blocks), solver, gradient)
         self.bias = nn.Parameter(torch.zeros(symbols))
         self.register_buffer("memory", torch.zeros(blocks, rows, memory, width))
@@ -172,8 +181,11 @@ class Transformer(nn.Module):
         """z0: where the solve starts; zeros if not given.  Its result is ``deq.solution.z``."""
         x, context = self.inject(tokens), self.context(tokens)
         z = self.deq(x, context, z0=z0)
-        with torch.no_grad():  # evaluated once, the blocks saw what z0 leads to
-            last = z if self.deq.solver is not None else torch.zeros_like(x) if z0 is None else z0
+        if self.deq.solver is None and self.deq.gradient == Unrolled(1):
+            last = torch.zeros_like(x) if z0 is None else z0  # what the blocks have really seen
+        else:
+            last = z
+        with torch.no_grad():
             self.heard = torch.stack(list(self.cell.seen(last, x, context)))
         return linear(self._dropped(z), self.embed.weight, self.bias)
 
@@ -188,7 +200,8 @@ class Transformer(nn.Module):
         if self.training and self.embedding:
             words = self._mask(self.embedding, 1, self.embed.num_embeddings).view(-1, 1)
             x = x * words[tokens.long()]
-        return self._dropped(x)
+        made: Tensor = self.read(self._dropped(x))
+        return made
 
     def context(self, tokens: Tensor) -> Context:
         memory, filled = self._past(len(tokens))
@@ -196,6 +209,9 @@ class Transformer(nn.Module):
         place = torch.arange(kept + length, device=tokens.device)
         # Of the memory what is filled, of the segment what is not later.
         visible = (place >= kept - filled) & (place <= place[kept:, None])
+        if self.training and self.attention:  # a token always sees itself
+            drawn = torch.rand(len(tokens), 1, *visible.shape, device=tokens.device)
+            visible = visible & ((drawn > self.attention) | (place == place[kept:, None]))
         turns = turns_of(place.to(memory.dtype), memory.shape[3] // self.heads)
         before = (turns[0][:kept], turns[1][:kept])
         looks: list[Any] = [block.look for block in self.cell.blocks]

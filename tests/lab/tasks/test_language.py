@@ -144,7 +144,8 @@ def test_words_are_learned(learned):
 
 def test_interrupted_it_is_the_same_to_the_bit(tmp_path, monkeypatch):
     """Also in the middle of an epoch, where the memory is in use."""
-    settings = ["model.dropout=0.1", "model.embedding=0.1", "checkpoint_seconds=0"]
+    dropouts = (f"model.{name}=0.1" for name in ("dropout", "attention", "embedding", "outer"))
+    settings = [*dropouts, "checkpoint_seconds=0"]
     runs.train(tmp_path / "whole", config(*settings))
     advance, calls = language.Language.advance, []
 
@@ -210,6 +211,7 @@ def test_reuse_saves_steps_where_tokens_repeat():
         (["window=0"], "window must be"),
         (["test=all"], "test must be"),
         (["model.dropout=1"], "dropout must be"),
+        (["model.attention=1"], "attention must be"),
         (["data=ptb"], "data must be python or enwik8, got 'ptb'"),
         (["batch_size=200"], "too few for 200 rows of 8: lower batch_size"),
     ],
@@ -217,6 +219,13 @@ def test_reuse_saves_steps_where_tokens_repeat():
 def test_wrong_settings_are_named(settings, message):
     with pytest.raises(configs.ConfigError, match=message):
         task(Bytes, *settings)
+
+
+def test_a_word_begins_as_likely_as_it_is_frequent():
+    words = task(Words, preset="ptb")
+    shares = words.model().bias.detach().softmax(0)
+    assert shares[6] == pytest.approx(121 / 427)  # `the` is 2 of 7 words; each counts once more
+    assert shares[1] == pytest.approx(1 / 427)  # `<unk>` does not occur
 
 
 def test_several_processes_are_refused():
