@@ -87,6 +87,7 @@ class DEQ(nn.Module):
     """
 
     warns = True
+    _groups: tuple[Any, ...]  # of processes that the cell is sharded over
 
     def __init__(
         self,
@@ -262,7 +263,7 @@ class DEQ(nn.Module):
         self._of = [self.cell]
         self._examined: set[object] = set()
         self._reentrant = False  # whether it loses gradients where z has none
-        self._groups: tuple[Any, ...] = ()
+        self._groups = ()
 
     def _kind(self, z0: State, gradient: Gradient) -> tuple[object, ...]:
         """What makes a call another one to the checks."""

@@ -231,6 +231,18 @@ def test_a_state_comes_back_as_it_was(tmp_path, value):
     assert all(state["t"][n].dtype == tensors[n].dtype for n in tensors)
 
 
+def test_a_checkpoint_that_claims_more_than_the_memory_holds(tmp_path):
+    for step in (1, 2):
+        newest = checkpoint.save(tmp_path, step, {"step": step})
+    try:
+        os.truncate(newest, 2**43)  # it takes no place on the disk
+    except OSError:
+        pytest.skip("this disk holds no file of that size")
+    said = []
+    assert checkpoint.latest(tmp_path, said.append)["step"] == 1
+    assert f"{newest.name} cannot be read: it does not fit into the memory" in said[0]
+
+
 # -- config.yaml -----------------------------------------------------------------------------------
 
 

@@ -88,6 +88,7 @@ SETTINGS = [
     ("epochs=0x" + "f" * 5000, "a whole number of more than 64 bits"),
     ("seed=18446744073709551616", "a whole number of more than 64 bits"),
     ("snapshots=[&a\xa0[1],*a]", "aliases (*name) are not allowed"),
+    ("optimizer.lr=1" + 300 * ":1" + ".5", "cannot read the value '1:1:1"),
     ("optimizer.lr=1e308", "optimizer.lr must be at most 1e+30, got '1e308'"),
     ("task=[1]", "there is no task [1]"),
     ("task=" + "x" * 5000 + ".py", "cannot read the task xxx"),
@@ -164,6 +165,7 @@ def test_an_argument_that_does_not_fit(gdeq, tmp_path, monkeypatch, arguments, m
         (b"model: large\n", "model holds settings, got 'large'"),
         (b"", "must hold settings, one 'key: value' a line"),
         (b"a: &a [x,x]\nb: &b [*a,*a]\n", "aliases (*name) are not allowed"),
+        (b"epochs: " + b"1:" * 500_000 + b"1", "a whole number of more than 64 bits"),  # at once
         (b"epochs: 1\n" * 200_000, "has 2,000,000 bytes, where at most 1,048,576 belong"),
     ],
 )

@@ -101,8 +101,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
     """The tensors of a file that `pack` made, and what was said about them."""
     try:
         data = path.read_bytes()
-    except OSError as problem:
-        raise CheckpointError(f"{path.name} cannot be read: {problem.strerror}") from problem
+    except (OSError, MemoryError) as problem:
+        why = getattr(problem, "strerror", "it does not fit into the memory")
+        raise CheckpointError(f"{path.name} cannot be read: {why}") from problem
     head = 8 + int.from_bytes(data[:8], "little")
     at = data.find(SUM, 0, head) + len(SUM)
     if at < len(SUM):
