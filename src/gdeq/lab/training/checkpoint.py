@@ -115,11 +115,29 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
         raise CheckpointError(f"{path.name} is damaged or cut short")
     try:
         about = json.loads(json.loads(data[8:head])["__metadata__"]["gdeq"])["about"]
-        return load(data), about
+        tensors = load(data)
     except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as problem:
         raise CheckpointError(
             f"{path.name} holds something else than data and was refused: {problem}"
         ) from problem
+    if isinstance(about, dict):
+        check_task(about.get("config"), path)
+    return tensors, about
+
+
+def check_task(config: Any, place: Path) -> None:
+    """Raise if a configuration that lies here names a task whose code may have come with it.
+
+    What gdeq wrote names a task of the user's by its whole path, elsewhere.
+    """
+    task = config.get("task") if isinstance(config, dict) else None
+    if not isinstance(task, str) or not task.endswith(".py"):
+        return
+    if not Path(task).is_absolute() or place.parent.resolve() in Path(task).resolve().parents:
+        raise CheckpointError(
+            f"{place.name} names the task {task}, whose code may have come with the run: it was "
+            "not run"
+        )
 
 
 def config_in(path: Path) -> dict[str, Any] | None:
