@@ -30,8 +30,8 @@ ROWS = (
         "during a solve", "functional: dropout"),
     Row("forward mode: `jvp`, `jacfwd`, dual numbers", "`Implicit` (one tangent solve), `JFB` and "
         "`Unrolled`; others raise an error", "functional: jvp or jacfwd or forward"),
-    Row("`hessian`, other second derivatives", "`Implicit`; approximate gradients raise an error",
-        "functional: hessian or second_derivatives"),
+    Row("`hessian`, other second derivatives", "`Implicit`; `JFB` and `Unrolled` give those of "
+        "their approximation; others raise an error", "functional: hessian or second_derivatives"),
     Row("`create_graph=True`", "`Implicit`, `JFB` and `Unrolled`; others raise an error",
         "second_order: "),
     Row("`autograd.functional.jacobian(vectorize=True)`", "yes, but rows are solved one by one",

@@ -134,6 +134,22 @@ def test_the_checks_come_again_when_the_cell_changes():
         deq(x)
 
 
+def test_cells_that_come_one_after_the_other_are_all_checked():
+    """Also one that lies where another was in memory."""
+    deq, x = gdeq.DEQ(lambda z, x: 0.5 * z + x, FEW), torch.randn(6, D, dtype=F64)
+    deq.warns = False  # none of them converges
+    for _ in range(20):
+        deq.cell = lambda z, x: dropout(torch.tanh(0.5 * z + x), 0.3)
+        with pytest.warns(UnsteadyCellWarning):
+            deq(x)
+
+
+def test_a_trajectory_is_checked_too():
+    deq = gdeq.DEQ(COUPLED["set"], FEW)
+    with pytest.warns(CoupledSamplesWarning):
+        deq.trajectory(torch.randn(6, D, dtype=F64), at=[1])
+
+
 class Detached(Cell):
     """A cell whose z is hidden from autograd, in all of its output or in a part."""
 
@@ -239,7 +255,6 @@ def quiet_cases():
     yield "constant", lambda z, x: x, (x,), {}
     yield "zero", lambda z, x: 0.5 * z, (x,), {}
     yield "diverges", lambda z, x: 3 * z + x, (x,), {}
-    yield "not a number", lambda z, x: z.log() + x, (x,), {}
     yield "same samples", lambda z, x: torch.tanh(z @ weight + x), (x[:1].expand(5, 4),), {}
     yield "dropout", lambda z, x: torch.tanh(0.5 * dropped(z) + x), (x,), {}
     yield "two tensors", lambda z, x: (0.3 * z[1] + x[0], 0.3 * z[0] + x[1]), ((x, x + 1),), {}
@@ -337,6 +352,24 @@ def test_most_samples_failing_is_told_once():
         fine.warns = warns
         for _ in range(24):
             fine(x)
+
+
+@pytest.mark.parametrize("tol", [1e-3, 0.0])
+def test_a_start_where_f_is_not_a_number_is_told_at_once(tol):
+    x = torch.randn(6, 4, dtype=F64)
+    x[1] = torch.nan
+    cells = {lambda z, x: torch.tanh(0.5 * z + x): 1, lambda z, x: z.log() + x: 6}
+    for cell, lost in cells.items():
+        deq = gdeq.DEQ(cell, Broyden(max_iter=5, tol=tol))
+        deq.warns = False
+        deq(x)
+        deq.warns = True
+        with pytest.warns(ConvergenceWarning) as told:
+            z = deq(x)
+        (only,) = told
+        assert str(only.message).startswith(f"{lost} of 6 samples of this layer failed: f ret")
+        assert z[1].eq(0).all()
+        deq(x)  # told before
 
 
 def test_a_summary_for_loggers(device):

@@ -115,6 +115,11 @@ def test_masks_that_dimensions_share(device, options, shape):
     assert "shared" in repr(drop)
 
 
+def test_a_dimension_that_is_not_there():
+    with pytest.raises(ValueError, match=r"shared=\(5,\)\) was given \(2, 3\), which has no dim"):
+        gdeq.VariationalDropout(0.5, shared=5)(torch.ones(2, 3))
+
+
 # --- hold ----------------------------------------------------------------------------------------
 
 
@@ -379,6 +384,15 @@ def test_norms_of_a_module_are_applied_and_removed(norm):
     torch.testing.assert_close(module(x), normalised)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_is_normalised_already_stays_so():
+    cell = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    nn.utils.weight_norm(cell[0])  # PyTorch's older form
+    parametrizations.weight_norm(cell[1])
+    parametrizations.weight_norm(cell[2], "bias")
+    assert gdeq.apply_norm(cell) == ["2", "3"]
+
+
 def test_spectral_norm_holds_still_and_bounds_the_weight(device):
     cell = Normalised(lambda layer: gdeq.spectral_norm(gdeq.weight_norm(layer), bound=0.6))
     linear = gdeq.spectral_norm(nn.Linear(4, 4, dtype=F64), bound=0.6).to(device)
@@ -464,6 +478,7 @@ def test_steady_says_what_it_cannot_replace():
     assert len(done) == 4
     block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1).eval()
     assert any(line.startswith("left MultiheadAttention") for line in gdeq.steady(block))
+    assert gdeq.steady(nn.Sequential(nn.Dropout(1.0))) == []  # always 0
 
 
 def test_a_weight_is_held_for_the_parameters_it_is_made_of():

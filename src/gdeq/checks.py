@@ -65,7 +65,7 @@ class DetachedCellWarning(UserWarning):
 
 
 class ConvergenceWarning(UserWarning):
-    """Most samples do not converge.
+    """Most samples do not converge, or f is NaN or infinite where a solve starts.
 
     Examples:
         >>> import torch, gdeq, warnings

@@ -57,6 +57,8 @@ class VariationalDropout(Held):
             raise ValueError(f"channelwise dropout needs (batch, channels, ...), got {x.shape}")
         shape = list(x.shape)
         for dim in (*self.shared, *(range(2, x.dim()) if self.channelwise else ())):
+            if not -x.dim() <= dim < x.dim():
+                raise ValueError(f"{self} was given {tuple(shape)}, which has no dimension {dim}")
             shape[dim] = 1
         mask = self.held(lambda: self._draw(x, shape))
         if list(mask.shape) != shape:
@@ -187,7 +189,8 @@ def apply_norm(
     found = []
     for path, layer in list(module.named_modules()):
         fits = isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd))
-        if fits and not parametrize.is_parametrized(layer) and where(path, layer):
+        # Where the weight is computed, it is normalised or parametrized already.
+        if fits and "weight" in layer._parameters and where(path, layer):
             norm(layer, **options)
             found.append(path)
     return found
@@ -302,7 +305,8 @@ def unsteady_parts(module: nn.Module, in_training: bool = False) -> list[str]:
 
 def _drops(*kinds: type) -> Callable[[nn.Module], bool]:
     def changes(part: nn.Module) -> bool:
-        return isinstance(part, kinds) and getattr(part, "p", getattr(part, "dropout", 0)) > 0
+        # With p=1 it draws nothing: all is 0.
+        return isinstance(part, kinds) and 0 < getattr(part, "p", getattr(part, "dropout", 0)) < 1
 
     return changes
 

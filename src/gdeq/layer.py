@@ -23,7 +23,14 @@ from gdeq.checks import (
     examine,
     process_groups,
 )
-from gdeq.context import hold_all, is_traced, together, uncompiled, values_are_there
+from gdeq.context import (
+    hold_all,
+    is_traced,
+    look_is_free,
+    together,
+    uncompiled,
+    values_are_there,
+)
 from gdeq.fixed_point import check_gradient, check_pair, find, find_all
 from gdeq.gradients import DEFAULT, JFB, Gradient
 from gdeq.holding import unsteady_parts
@@ -67,8 +74,8 @@ class DEQ(nn.Module):
     The first call, and the first with another cell, mode, device or dtype, or with gradients that
     use ∂f/∂z, evaluates f twice more to check that it stays the same function, treats samples
     independently and does not hide z from autograd, and warns if not.
-    If most samples keep failing to converge, the layer warns once; ``deq.warns = False`` switches
-    that off.
+    The layer warns once if most samples keep failing to converge, and once if f is NaN or infinite
+    where a solve starts, which then returns z0; ``deq.warns = False`` switches both off.
 
     Examples:
         >>> import torch, gdeq
@@ -80,6 +87,7 @@ class DEQ(nn.Module):
     """
 
     warns = True
+    _groups: tuple[Any, ...]  # of processes that the cell is sharded over
 
     def __init__(
         self,
@@ -105,10 +113,10 @@ class DEQ(nn.Module):
         self.batched = batched
         check_flag(self, "batched")
         self._default: Solver | None = SOLVER if solver is SOLVER else None
-        self._examined: set[object] = set()
+        self._learn_anew()
         self._calls = self._failures = 0
-        self._reentrant = 0  # the id of a cell that loses gradients where z has none
-        self._of_thread, self._groups = threading.local(), ()
+        self._lost = False  # whether samples that failed at the start were told
+        self._of_thread = threading.local()
 
     @property
     def solution(self) -> Solution | None:
@@ -161,7 +169,7 @@ class DEQ(nn.Module):
     ) -> list[State]:
         """Return the states after the steps ``at``, and the fixed point; see `gdeq.trajectory`."""
         z0 = self._initial_state(*inputs, **options) if z0 is None else z0
-        return self._solve(lambda z: self.cell(z, *inputs, **options), z0, at=at)
+        return self._solve(lambda z: self.cell(z, *inputs, **options), z0, examine=True, at=at)
 
     def equilibrium(self, f: Callable[[State], State], z0: State) -> State:
         """Return the fixed point of ``f``, used in place of the cell, starting from ``z0``.
@@ -181,6 +189,8 @@ class DEQ(nn.Module):
     ) -> State:
         """The fixed point, or the states of a trajectory, and the record of it."""
         self.solution = None  # frees the last call's inverse before this one grows
+        if self._of[0] is not self.cell:
+            self._learn_anew()
         given, again = (f, z0, solver, gradient), False
         if not self.batched:
             of_one, z0 = f, _batch_of_one(z0)
@@ -190,7 +200,7 @@ class DEQ(nn.Module):
         gradient = check_gradient(self.gradient if gradient is None else gradient)
         if solver is not None and not torch.is_grad_enabled() and gradient.needs.broyden:
             gradient = JFB()  # none is computed, so any solver will do
-        if self._reentrant == id(self.cell):
+        if self._reentrant:
             f = functools.partial(_through_z, f)
         kind = self._kind(z0, gradient) if examine and not is_traced() else None
         watched = None if kind is None or kind in self._examined else Watched(f)
@@ -217,7 +227,7 @@ class DEQ(nn.Module):
         if watched is not None:
             watched.last = None  # its graph belongs to the caller
         if again:
-            return self._solve(*given)
+            return self._solve(*given, at=at)
         if not is_traced():  # else the record would outlive what its tensors stand for
             kept = solution.z
             if at is not None or kept is z:  # it must not change with the caller's tensors
@@ -248,6 +258,13 @@ class DEQ(nn.Module):
 
     # ---- what is told
 
+    def _learn_anew(self) -> None:
+        """What is known of a cell; in a list, the cell is no second part of the layer."""
+        self._of = [self.cell]
+        self._examined: set[object] = set()
+        self._reentrant = False  # whether it loses gradients where z has none
+        self._groups = ()
+
     def _kind(self, z0: State, gradient: Gradient) -> tuple[object, ...]:
         """What makes a call another one to the checks."""
         leaves = [leaf for leaf in pytree.tree_leaves(z0) if isinstance(leaf, Tensor)]
@@ -257,7 +274,7 @@ class DEQ(nn.Module):
         several = any(len(leaf) > 1 for leaf in leaves if leaf.dim())  # one shows no coupling
         autocast = [autocast_dtype(leaf.device.type) for leaf in leaves[:1]]
         kinds = [(leaf.device, leaf.dtype) for leaf in leaves]
-        return id(self.cell), *modes, several, grad, grad and gradient.needs.vjp, *autocast, *kinds
+        return *modes, several, grad, grad and gradient.needs.vjp, *autocast, *kinds
 
     def _examine(self, f: Watched, z: State, leaves: list[Tensor], tol: float) -> bool:
         """Does the cell fit a solve?  -> whether this one lost gradients"""
@@ -274,24 +291,30 @@ class DEQ(nn.Module):
                 follows = f.follows(self.cell)
                 told = examine(StateMap(StateSpace(z), f.f), z, self.cell, tol, follows)
             if any(REENTRANT in str(each.message) for each in said):
-                self._reentrant = id(self.cell)
+                self._reentrant = True
                 told = None if isinstance(told, DetachedCellWarning) else told  # mended by that
         if told is not None:
             warnings.warn(told, stacklevel=1)
-        return self._reentrant == id(self.cell) and torch.is_grad_enabled()
+        return self._reentrant and torch.is_grad_enabled()
 
     def _look_at_convergence(self, solution: Solution, solver: Solver) -> None:
-        """Tell once that most samples fail; a look waits for the device, so looks are rare."""
-        if not self.warns or not solver.tol or self._failures == LOOKS:
+        """Tell once of samples that fail; a look waits for the device, so looks are rare."""
+        if not self.warns:
             return
         self._calls += 1
-        if self._calls % LOOK_EVERY:
+        codes, total = solution.codes, len(solution.codes)
+        looks = solver.tol > 0 and self._calls % LOOK_EVERY == 0
+        if not self._lost and (looks or self._calls == 1 or look_is_free(codes.device)):
+            lost = int(codes.eq(Status.NONFINITE_START).sum())
+            self._lost = lost > 0
+            if self._lost:
+                told = f"{lost} of {total} samples of this layer {Status.NONFINITE_START}"
+                warnings.warn(told, ConvergenceWarning, stacklevel=1)
+        if not looks or self._failures == LOOKS:
             return
-        missed = solution.codes[~solution.converged]
-        fails = 2 * len(missed) > len(solution.codes)
-        self._failures = self._failures + 1 if fails else 0
+        missed = codes[~solution.converged]
+        self._failures = self._failures + 1 if 2 * len(missed) > total else 0
         if self._failures == LOOKS:
-            total = len(solution.codes)
             warnings.warn(
                 f"most samples of this layer have not converged in its last {LOOK_EVERY * LOOKS} "
                 f"calls: {total - len(missed)} of {total} did in this one. The most frequent "

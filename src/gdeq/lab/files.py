@@ -20,6 +20,8 @@ import yaml
 
 TEXT = 2**20  # bytes of a YAML file at most
 DEPTH = 20  # levels of nesting at most
+# PyYAML lets the errors of numbers, dates and tables through: !!bool abc, 2024-02-31.
+NO_YAML = yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 
 
 class LabError(RuntimeError):
@@ -148,7 +150,8 @@ class _Plain(yaml.SafeLoader):
             self.depth -= 1
 
     def whole_number(self, node: Any) -> int:
-        value = self.construct_yaml_int(node)
+        # 1:00:00:... is read in a time that grows as the square of its length.
+        value = self.construct_yaml_int(node) if len(node.value) < 100 else 2**63
         if abs(value) >= 2**63:
             raise yaml.YAMLError("a whole number of more than 64 bits")
         return value
@@ -163,8 +166,7 @@ def load_yaml(text: str | bytes) -> Any:
         raise FileError(f"is longer than {TEXT:,} bytes")
     try:
         return yaml.load(text, _Plain)
-    # PyYAML lets the errors of int(), date() and tables through: !!bool abc, 2024-02-31.
-    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as problem:
+    except NO_YAML as problem:
         raise FileError(f"is not valid YAML: {shown(str(problem))}") from problem
 
 

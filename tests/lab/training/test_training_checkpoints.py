@@ -202,6 +202,22 @@ def test_a_hostile_checkpoint_is_refused_and_runs_nothing(
     assert_same_run(stopped, reference)
 
 
+@pytest.mark.parametrize("task", ["run/evil.py", "{run}/evil.py"])
+def test_code_that_came_with_a_run_is_not_run(tmp_path, gdeq, monkeypatch, task):
+    monkeypatch.chdir(tmp_path)
+    run, kept = training_runs.begun(tmp_path / "run"), tmp_path / "pwned"
+    (run / "evil.py").write_text(f"open({str(kept)!r}, 'w')")
+    task = task.format(run=run)
+    config = {**configs.to_dict(configs.load("digits")), "task": task}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    for command in (["evaluate"], ["train", "--resume"]):
+        assert f"config.yaml names the task {task}" in gdeq.refused(*command, run)
+    folder.RunFolder(run).write_weights("weights.safetensors", {}, {"config": config})
+    folder.RunFolder(run).write_config(configs.load("digits", ["device=cpu"]))
+    assert f"weights.safetensors names the task {task}" in gdeq.refused("evaluate", run)
+    assert not kept.exists()
+
+
 @pytest.mark.parametrize("about", [None, [1], {"state": []}, {"state": {"tensor": "9"}}, {}])
 def test_something_else_than_a_state(tmp_path, about):
     path = tmp_path / "step-000000001.ckpt"
@@ -221,6 +237,18 @@ def test_a_state_comes_back_as_it_was(tmp_path, value):
     assert (state["step"], state["x"]) == (1, value)
     assert all(torch.equal(state["t"][n], tensors[n]) for n in tensors)
     assert all(state["t"][n].dtype == tensors[n].dtype for n in tensors)
+
+
+def test_a_checkpoint_that_claims_more_than_the_memory_holds(tmp_path):
+    for step in (1, 2):
+        newest = checkpoint.save(tmp_path, step, {"step": step})
+    try:
+        os.truncate(newest, 2**43)  # it takes no place on the disk
+    except OSError:
+        pytest.skip("this disk holds no file of that size")
+    said = []
+    assert checkpoint.latest(tmp_path, said.append)["step"] == 1
+    assert f"{newest.name} cannot be read: it does not fit into the memory" in said[0]
 
 
 # -- config.yaml -----------------------------------------------------------------------------------

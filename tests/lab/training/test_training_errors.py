@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import TINY, begun
 
+from gdeq.lab import files
 from gdeq.lab.report.tables import csv_text
 from gdeq.lab.tasks.images import ImageConfig
 from gdeq.lab.training import config as configs
@@ -87,6 +88,7 @@ SETTINGS = [
     ("epochs=0x" + "f" * 5000, "a whole number of more than 64 bits"),
     ("seed=18446744073709551616", "a whole number of more than 64 bits"),
     ("snapshots=[&a\xa0[1],*a]", "aliases (*name) are not allowed"),
+    ("optimizer.lr=1" + 300 * ":1" + ".5", "cannot read the value '1:1:1"),
     ("optimizer.lr=1e308", "optimizer.lr must be at most 1e+30, got '1e308'"),
     ("task=[1]", "there is no task [1]"),
     ("task=" + "x" * 5000 + ".py", "cannot read the task xxx"),
@@ -172,6 +174,13 @@ def test_an_unreadable_file(gdeq, tmp_path, content, message):
     said = refused(gdeq, "train", path, "--dry-run")
     assert message in said
     assert "own.yaml" in said or "setting" in message or "holds" in message
+
+
+def test_a_long_number_is_refused_before_it_is_read(monkeypatch):
+    """PyYAML reads 1:1:1:... in a time that grows as the square of its length."""
+    monkeypatch.setattr(files._Plain, "construct_yaml_int", lambda *_: pytest.fail("it was read"))
+    with pytest.raises(files.FileError, match="a whole number of more than 64 bits"):
+        files.load_yaml("1" + 100 * ":1")
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "nul\0byte", "not-utf8-\udcff", "esc\x1b[2J\x07"])

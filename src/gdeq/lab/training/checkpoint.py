@@ -101,8 +101,9 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
     """The tensors of a file that `pack` made, and what was said about them."""
     try:
         data = path.read_bytes()
-    except OSError as problem:
-        raise CheckpointError(f"{path.name} cannot be read: {problem.strerror}") from problem
+    except (OSError, MemoryError) as problem:
+        why = getattr(problem, "strerror", "it does not fit into the memory")
+        raise CheckpointError(f"{path.name} cannot be read: {why}") from problem
     head = 8 + int.from_bytes(data[:8], "little")
     at = data.find(SUM, 0, head) + len(SUM)
     if at < len(SUM):
@@ -114,11 +115,29 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], Any]:
         raise CheckpointError(f"{path.name} is damaged or cut short")
     try:
         about = json.loads(json.loads(data[8:head])["__metadata__"]["gdeq"])["about"]
-        return load(data), about
+        tensors = load(data)
     except (SafetensorError, ValueError, LookupError, TypeError, RecursionError) as problem:
         raise CheckpointError(
             f"{path.name} holds something else than data and was refused: {problem}"
         ) from problem
+    if isinstance(about, dict):
+        check_task(about.get("config"), path)
+    return tensors, about
+
+
+def check_task(config: Any, place: Path) -> None:
+    """Raise if a configuration that lies here names a task whose code may have come with it.
+
+    What gdeq wrote names a task of the user's by its whole path, elsewhere.
+    """
+    task = config.get("task") if isinstance(config, dict) else None
+    if not isinstance(task, str) or not task.endswith(".py"):
+        return
+    if not Path(task).is_absolute() or place.parent.resolve() in Path(task).resolve().parents:
+        raise CheckpointError(
+            f"{place.name} names the task {task}, whose code may have come with the run: it was "
+            "not run"
+        )
 
 
 def config_in(path: Path) -> dict[str, Any] | None:

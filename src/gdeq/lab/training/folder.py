@@ -185,6 +185,7 @@ class RunFolder:
             settings = files.load_yaml(files.read(self.path / "config.yaml", files.TEXT))
             if not isinstance(settings, dict) or not settings:
                 return "is empty or cut short"
+            checkpoint.check_task(settings, self.path / "config.yaml")
             config = configs.from_dict(settings)
         except FileNotFoundError:
             return "is missing"
