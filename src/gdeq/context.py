@@ -28,9 +28,10 @@ _hidden = [False]
 class _OfThread(threading.local):
     """What is open in this thread."""
 
-    blind = False  # nobody looks at values
-    groups: tuple[Any, ...] = ()  # of processes that evaluate f at the same time
-    holds: tuple[_Hold, ...] = ()  # that are open, the outermost first: a solve belongs to one
+    def __init__(self) -> None:  # in each thread; compilers before PyTorch 2.13 need attributes
+        self.blind = False  # nobody looks at values
+        self.groups: tuple[Any, ...] = ()  # of processes that evaluate f at the same time
+        self.holds: tuple[_Hold, ...] = ()  # open ones, the outermost first: a solve belongs to one
 
 
 here = _OfThread()
