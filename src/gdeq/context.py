@@ -153,6 +153,12 @@ def values_are_there(leaves: Sequence[Tensor]) -> bool:
     return plain and not is_traced() and host_may_look(leaves[0].device)
 
 
+def is_exporting() -> bool:
+    """Whether `torch.export` traces this call; a strict one counts as a compilation."""
+    # Before PyTorch 2.13 the compiler finds that it exports, whatever it does.
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
 # ---- what is not compiled
 
 
@@ -182,7 +188,7 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
 
 def eager() -> contextlib.AbstractContextManager[Any]:
     """While this is open, nothing is compiled and what was compiled runs as it is written."""
-    if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):  # PyTorch 2.6
+    if "torch._dynamo" in sys.modules:
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()
 
@@ -194,7 +200,7 @@ def eager() -> contextlib.AbstractContextManager[Any]:
 class _Hold:
     """What is kept while one `hold` is open."""
 
-    modules: frozenset[nn.Module] | None  # whose values; None: those of every module
+    modules: tuple[nn.Module, ...] | None  # whose values; None: those of every module
     owner: nn.Module | None = None
     grad: bool = field(default_factory=torch.is_grad_enabled)
     values: dict[tuple[Any, ...], _Value] = field(default_factory=dict)
@@ -254,7 +260,7 @@ def hold(cell: object = None) -> Iterator[None]:
     owner = getattr(cell, "__self__", cell)  # of a bound method, its module
     new = _Hold(None)
     if isinstance(owner, nn.Module):
-        new = _Hold(frozenset(m for m in owner.modules() if isinstance(m, Held)), owner)
+        new = _Hold(tuple(m for m in owner.modules() if isinstance(m, Held)), owner)
     with _while_open("holds", (*here.holds, new)):
         yield
 

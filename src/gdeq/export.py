@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from gdeq.context import is_exporting
 from gdeq.gradients import Unrolled
 from gdeq.holding import check_module
 from gdeq.layer import DEQ
@@ -22,7 +23,7 @@ class FixedSteps(DEQ):
     """A `DEQ` that `torch.compile` traces with the model around it."""
 
     def forward(self, *inputs: Any, z0: State = None, **options: Any) -> State:
-        compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        compiling = torch.compiler.is_compiling() and not is_exporting()
         products = self.gradient.needs.vjp and not isinstance(self.gradient, Unrolled)
         if compiling and products and torch.is_grad_enabled():
             raise RuntimeError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gdeq import functional
-from gdeq.context import blind, is_transformed, uncompiled, without_values
+from gdeq.context import blind, is_exporting, is_transformed, uncompiled, without_values
 from gdeq.engine import REFERENCE, Engine, Found, attach, choose
 from gdeq.gradients import DEFAULT, Gradient, Implicit, Unrolled
 from gdeq.loop import Measure
@@ -113,7 +113,7 @@ def find(
     gradients, in memory that f's graph reads: it must not be changed in place.
     """
     check_pair(solver, gradient)
-    wanted = gradient if torch.is_grad_enabled() and not torch.compiler.is_exporting() else None
+    wanted = gradient if torch.is_grad_enabled() and not is_exporting() else None
     with _on_state(f, z0) as on_state:
         if torch.compiler.is_dynamo_compiling():
             # Unrolled steps are part of the value too.

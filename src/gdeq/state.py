@@ -306,5 +306,6 @@ def _sketch(value: State) -> str:
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """That of autocast as it is now on such a device; None where it is off."""
-    known = torch.amp.autocast_mode.is_autocast_available(kind)
+    # The compiler before PyTorch 2.13 cannot trace the question.
+    known = kind in ("cpu", "cuda") or torch.amp.autocast_mode.is_autocast_available(kind)
     return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None

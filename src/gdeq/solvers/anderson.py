@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gdeq.context import is_exporting
 from gdeq.operators import norm
 from gdeq.options import check_integer, check_real, options
 from gdeq.solvers.base import Point, Solver, System, advance, change_seen
@@ -24,7 +25,7 @@ class AndersonState:
 
 def solve_small(a: Tensor, b: Tensor) -> Tensor:  # (batch, m, m), (batch, m) -> (batch, m)
     """a⁻¹b for positive definite a."""
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         # solve_ex does not read the device to look for errors: the ridge keeps it regular.
         return torch.linalg.solve_ex(a, b.unsqueeze(2))[0].squeeze(2)
     both = torch.cat([a, b.unsqueeze(2)], dim=2)  # by elimination: ONNX has no linear solve

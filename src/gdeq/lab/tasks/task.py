@@ -125,10 +125,8 @@ class Task(ABC, Generic[C]):
         """On a GPU, compile a module so that every gradient can go back through it."""
         if self.device.type != "cuda":
             return
-        config = torch._functorch.config
-        if hasattr(config, "donated_buffer"):  # PyTorch 2.6 and later
-            # Products with Jᵀ pass through f's graph more than once, so its buffers must stay.
-            config.donated_buffer = False
+        # Products with Jᵀ pass through f's graph more than once, so its buffers must stay.
+        torch._functorch.config.donated_buffer = False
         module.compile(dynamic=False)
 
     @classmethod
