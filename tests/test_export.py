@@ -110,7 +110,7 @@ def test_what_cannot_be_one_graph_says_so():
     tested = gdeq.DEQ(lambda z, x: 0.5 * z + x, eval_solver=gdeq.Picard(60, 1e-5))
     assert gdeq.fixed_steps(tested, 3).eval_solver == gdeq.Picard(max_iter=3, tol=0.0)
     # PyTorch 2.8 says only that there was an error.
-    with pytest.raises(Exception, match="cannot trace; use gradient GDEQ|Observed exception"):
+    with pytest.raises(Exception, match=r"cannot trace; use gradient GDEQ|Observed exception"):
         torch.compile(model, fullgraph=True, backend="eager")(X)
     with pytest.raises(Exception, match=r"gdeq\.fixed_steps"):
         torch.compile(Model(gdeq.Broyden()), fullgraph=True, backend="eager")(X)
