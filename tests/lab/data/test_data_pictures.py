@@ -1,6 +1,7 @@
 """Pictures: the recipe, folders, and batches of patches and of whole pictures."""
 
 import hashlib
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,18 @@ def test_a_folder_without_pictures_is_named(tmp_path):
         read_folder(tmp_path)
     Image.fromarray(np.zeros((4, 6, 3), np.uint8)).save(tmp_path / "colour.png")
     assert read_folder(tmp_path)[0].shape == (4, 6)
+
+
+@pytest.mark.parametrize("edge", [9000, 20_000])
+def test_a_picture_that_claims_to_be_huge_is_refused_before_it_is_read(tmp_path, edge):
+    path = tmp_path / "huge.png"
+    Image.fromarray(np.zeros((1, 1), np.uint8)).save(path)
+    content = bytearray(path.read_bytes())
+    content[16:24] = edge.to_bytes(4, "big") * 2  # width and height, in the header
+    content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="has more than 67,108,864 pixels: make it smaller"):
+        read_folder(tmp_path)
 
 
 # -- batches ---------------------------------------------------------------------------------------

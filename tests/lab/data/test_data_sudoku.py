@@ -87,6 +87,7 @@ def test_the_table_of_sudoku_extreme_is_read_too(some):
     ("change", "message"),
     [
         (lambda text: text[:400], "puzzle 3: needs a puzzle and a solution of 81"),
+        (lambda text: "1" * 200_000, "is not a table of puzzles and solutions"),
         (
             lambda text: text[:247] + ("1" if text[247] != "1" else "2") + text[248:],
             "puzzle 2: .*wrong",

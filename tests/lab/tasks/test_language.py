@@ -9,7 +9,7 @@ import torch
 from gdeq import Picard
 from gdeq.lab.data.text import Text
 from gdeq.lab.tasks import Metric, language
-from gdeq.lab.tasks.language import NOTHING, Bytes, Words, baselines, in_rows, python_help
+from gdeq.lab.tasks.language import NOTHING, Bytes, Language, Words, baselines, in_rows, python_help
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import process, runs
 from gdeq.lab.training.folder import read_metrics
@@ -188,6 +188,12 @@ def test_a_text_is_continued(learned, gdeq):
     code, said = gdeq("sample", learned, "--prompt", " ")
     assert code == 1
     assert "--prompt is empty" in said
+
+
+def test_what_a_model_says_does_not_reach_the_terminal_as_it_is(learned, gdeq, monkeypatch):
+    monkeypatch.setattr(Language, "decoded", lambda *_: "a\x1b[2Jb")
+    said = gdeq("sample", learned, "--prompt", "the", "--tokens", "1")[1]
+    assert said.startswith(r"a\x1b[2Jb")
 
 
 def test_reuse_saves_steps_where_tokens_repeat():

@@ -15,6 +15,7 @@ import typer
 from rich.markup import escape
 
 from gdeq.lab import data as datasets
+from gdeq.lab import files
 from gdeq.lab.cli.shared import Device, DryRun, Root, RunPath, app, console, plain_errors, tell
 from gdeq.lab.tasks import registry
 from gdeq.lab.training import config as configs
@@ -182,7 +183,7 @@ def sample(
         learner.deq.solver = Picard(max_iter=steps, tol=tol, stop="whole")
     with precision(learner.config, learner.process.device):
         made = list(continued(model, start, tokens, temperature, seed, solved and not fresh))
-    typer.echo(task.decoded([*start.tolist(), *(token for token, _ in made)]))
+    typer.echo(files.shown(task.decoded([*start.tolist(), *(token for token, _ in made)])))
     mean = statistics.mean(taken for _, taken in made)
     tell(f"{mean:.1f} solver steps per token, to a residual of {tol:g}")
 

@@ -22,6 +22,8 @@ from gdeq.lab.data.dataset import Pixels
 from gdeq.lab.data.errors import DataError, reading
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif")
+FORMATS = ("PNG", "JPEG", "BMP", "TIFF")
+MOST = 2**26  # pixels of one picture
 LARGEST = 2**22  # pixels of a batch of whole pictures, about
 
 
@@ -87,10 +89,14 @@ def read_grey(path: Path) -> Pixels:  # (h, w)
 
     with reading(path), path.open("rb") as file:
         try:
-            with Image.open(file) as image:
-                return np.asarray(image.convert("L"))
+            with Image.open(file, formats=FORMATS) as image:
+                if image.width * image.height <= MOST:  # known before it is unpacked
+                    return np.asarray(image.convert("L"))
+        except Image.DecompressionBombError:  # more still
+            pass
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
             raise DataError(f"{path} is cut short or no picture: copy it again") from error
+    raise DataError(f"{path} has more than {MOST:,} pixels: make it smaller")
 
 
 def photos() -> Pictures:

@@ -102,7 +102,7 @@ def read_table(content: bytes, name: str) -> Grids:
     """Lines ``puzzle,solution``, or Sudoku-Extreme's ``source,question,answer,rating``."""
     try:
         lines = list(csv.reader(io.StringIO(content.decode("ascii"))))
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{name} is not a table of puzzles and solutions: {error}") from error
     puzzle, solution = 0, 1
     if lines and {"question", "answer"} <= set(lines[0]):
