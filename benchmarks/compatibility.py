@@ -76,6 +76,9 @@ What works with which part of PyTorch. Each row is covered by tests;
 `python benchmarks/compatibility.py` runs them and writes this page. If something cannot work, an
 error says why and what to do.
 
+`make test` runs with PyTorch 2.13. The tests outside the kernels were also run with 2.8, the oldest
+version that works, and with 2.11.
+
 Under a transform of `torch.func`, `deq.solution` is None. If you need the record, call
 `gdeq.fixed_point`, whose result can be used inside the transform.
 
