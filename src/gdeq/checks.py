@@ -181,7 +181,7 @@ def examine(
     limit = max((4 if half else 100) * f.precision, 0.1 * tol)
     # Some of the samples get other states: f of the others must not change.  Drawn at random, they
     # are on both sides of any regular coupling.  The batch is as large as it was, so that dropout
-    # masks fit and kernels round alike.
+    # masks fit and sums are rounded alike.
     moved = torch.rand(space.batch, generator=torch.Generator().manual_seed(1)) < 0.5
     moved[0], moved[-1] = True, False
     if not follows:  # then no sample should notice

@@ -306,6 +306,5 @@ def _sketch(value: State) -> str:
 
 def autocast_dtype(kind: str) -> torch.dtype | None:
     """That of autocast as it is now on such a device; None where it is off."""
-    # The compiler before PyTorch 2.13 cannot trace the question.
-    known = kind in ("cpu", "cuda") or torch.amp.autocast_mode.is_autocast_available(kind)
-    return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None
+    on = kind != "meta" and torch.is_autocast_enabled(kind)  # it is an error to ask of meta
+    return torch.get_autocast_dtype(kind) if on else None
