@@ -146,6 +146,20 @@ def test_sensitivity_is_that_of_the_slowest_secant():
     assert found.sensitivity.item() == pytest.approx(max(1.0, 100 * (v.norm() / found.w.norm())))
 
 
+@pytest.mark.parametrize("steps", [0, 1, 7, 8, 9, 15, 16, 20])
+def test_a_store_that_grows_with_the_steps_says_the_same(steps):
+    small, whole = (Secants.empty(V, 30, may_end) for may_end in (True, False))
+    for step in range(steps):
+        s, y = draw(step, 2, 8, 20)
+        for secants in (small, whole):
+            secants.note(s, y, draw(100 + step, 8) > -0.5)  # some are rounding
+    for secants in (small, whole):
+        secants.close(V, torch.ones(8, dtype=torch.bool))
+    assert small.s.shape[1] == whole.s.shape[1] == min(max(steps, 1), 16)
+    torch.testing.assert_close(small.inverse().as_matrix(), whole.inverse().as_matrix())
+    torch.testing.assert_close(small.slowest(), whole.slowest())
+
+
 @pytest.mark.parametrize("gradient", [gdeq.Implicit(precondition=True), gdeq.GDEQ(refine=4)])
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20])
 def test_secants_of_any_size_give_finite_gradients(gradient, scale):

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gdeq.context import look_is_free
 from gdeq.options import count
@@ -145,14 +146,18 @@ class Secants:
     far: Tensor  # (batch, places) how far z has gone since each of them began
     count: Tensor  # (batch,) kept so far; the place that is free is count mod places
     size: Tensor  # (batch,) ‖z‖; 0 where an earlier iterate is returned: it is far from all secants
+    most: int = 0  # places
+    noted: int = 0  # steps: no sample has kept more secants
 
     @staticmethod
-    def empty(z: Tensor, steps: int) -> Secants:  # (batch, d)
+    def empty(z: Tensor, steps: int, may_end: bool = False) -> Secants:  # (batch, d)
+        """may_end: before so many steps, as most do; then the store starts small."""
         batch, d = z.shape
-        places = min(MOST_SECANTS, steps) + 1
-        s, y = z.new_zeros(2, batch, places, d)
+        most = min(MOST_SECANTS, steps) + 1
+        places = min(most, 9) if may_end else most
+        s, y = (z.new_zeros(batch, places, d) for _ in range(2))
         count = torch.zeros(batch, dtype=torch.long, device=z.device)
-        return Secants(s, y, z.new_zeros(batch, places), count, z.new_zeros(batch))
+        return Secants(s, y, z.new_zeros(batch, places), count, z.new_zeros(batch), most)
 
     def _place(self) -> tuple[Tensor, Tensor]:
         """The free place of every sample, as an index."""
@@ -163,6 +168,12 @@ class Secants:
 
         Of a sample that does not move s is zero.
         """
+        places = self.s.shape[1]
+        if places < self.most and self.noted + 1 == places:
+            more = self.most - places
+            self.s, self.y = pad(self.s, (0, 0, 0, more)), pad(self.y, (0, 0, 0, more))
+            self.far = pad(self.far, (0, more))
+        self.noted += 1
         place, length = self._place(), norm(s)
         self.s[place], self.y[place] = s, y
         self.far += length.unsqueeze(1)
@@ -170,9 +181,13 @@ class Secants:
         self.count = self.count + seen
 
     def close(self, z: Tensor, ended: Tensor) -> None:  # (batch, d), (batch,)
-        """Clear the free place.  ended: whether the z that is returned is the last iterate."""
-        place = self._place()
+        """Clear the free place and drop those that no step has come to.
+
+        ended: whether the z that is returned is the last iterate.
+        """
+        place, used = self._place(), max(1, self.noted)
         self.s[place], self.y[place] = 0.0, 0.0
+        self.s, self.y, self.far = self.s[:, :used], self.y[:, :used], self.far[:, :used]
         self.size = torch.where(ended, norm(z), 0.0)
 
     def slowest(self) -> Tensor:  # -> (batch,)
