@@ -150,25 +150,6 @@ def test_broyden_store_grows_with_the_steps_taken_not_with_max_iter(device):
     assert peaks[0] == peaks[1]
 
 
-def test_secants_of_a_solve_that_ends_early_take_no_memory_for_more_steps(device):
-    peaks = []
-    for max_iter in (8, 50):
-        torch.manual_seed(0)
-        cell = Cell().to(device)
-        x = torch.randn(BATCH, D, dtype=torch.float64, device=device)
-        live = Live(*cell.parameters(), x)
-        with using("reference"), live:
-            solver = gdeq.Broyden(max_iter, tol=1e-3)
-            found = gdeq.fixed_point(
-                lambda z, cell=cell, x=x: cell(z, x), 0 * x, solver, gdeq.GDEQ(refine=1)
-            )
-            found.z.sum().backward()
-        assert found.converged.all()
-        assert found.steps.max() < 8
-        peaks.append(live.peak)
-    assert peaks[0] == peaks[1]
-
-
 @every_gradient
 def test_memory_between_forward_and_backward_is_one_evaluation(device, gradient):
     _, between, _ = measure(device, gdeq.Broyden(max_iter=10, tol=0.0, memory=3), gradient)

@@ -62,11 +62,11 @@ def iterate(
     norms = measure(fz, *here)
     ledger = Ledger(solver, system.precision, norms)
     state = solver.init(here, system)
+    secants = Secants.empty(z, solver.max_iter) if keep_secants else None
     trace: list[Tensor] = []
     best_z = z
     sees = host_may_look(z.device)
     looks = ledger.watch and sees
-    secants = Secants.empty(z, solver.max_iter, looks) if keep_secants else None
 
     for step in range(1, solver.max_iter + 1):
         if looks and (step - 1) % solver.check_every == 0 and not anywhere(ledger.active):

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gdeq.context import look_is_free
 from gdeq.options import count
@@ -146,18 +145,15 @@ class Secants:
     far: Tensor  # (batch, places) how far z has gone since each of them began
     count: Tensor  # (batch,) kept so far; the place that is free is count mod places
     size: Tensor  # (batch,) ‖z‖; 0 where an earlier iterate is returned: it is far from all secants
-    most: int = 0  # places
-    noted: int = 0  # steps: no sample has kept more secants
+    noted: int = 0  # steps; places beyond hold anything, until `close` drops them
 
     @staticmethod
-    def empty(z: Tensor, steps: int, may_end: bool = False) -> Secants:  # (batch, d)
-        """may_end: before so many steps, as most do; then the store starts small."""
+    def empty(z: Tensor, steps: int) -> Secants:  # (batch, d)
         batch, d = z.shape
-        most = min(MOST_SECANTS, steps) + 1
-        places = min(most, 9) if may_end else most
-        s, y = (z.new_zeros(batch, places, d) for _ in range(2))
+        places = min(MOST_SECANTS, steps) + 1
+        s, y = z.new_empty(2, batch, places, d)  # most solves need few of them
         count = torch.zeros(batch, dtype=torch.long, device=z.device)
-        return Secants(s, y, z.new_zeros(batch, places), count, z.new_zeros(batch), most)
+        return Secants(s, y, z.new_zeros(batch, places), count, z.new_zeros(batch))
 
     def _place(self) -> tuple[Tensor, Tensor]:
         """The free place of every sample, as an index."""
@@ -168,11 +164,8 @@ class Secants:
 
         Of a sample that does not move s is zero.
         """
-        places = self.s.shape[1]
-        if places < self.most and self.noted + 1 == places:
-            more = self.most - places
-            self.s, self.y = pad(self.s, (0, 0, 0, more)), pad(self.y, (0, 0, 0, more))
-            self.far = pad(self.far, (0, more))
+        if self.noted < self.s.shape[1]:  # the first step that comes to this place
+            self.s[:, self.noted], self.y[:, self.noted] = 0.0, 0.0
         self.noted += 1
         place, length = self._place(), norm(s)
         self.s[place], self.y[place] = s, y
