@@ -1,6 +1,7 @@
 """What a layer tells about its cell: not one function, samples that meet, samples that fail."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import gdeq.layer
 from cells import F64, Cell, assert_same, data, every_gradient
 from gdeq import JFB, Broyden, ConvergenceWarning, CoupledSamplesWarning, UnsteadyCellWarning
 from gdeq.context import blind, values_are_there
+from gdeq.solution import Status
 
 D = 16
 FEW = Broyden(max_iter=3, tol=1e-3)
@@ -370,6 +372,41 @@ def test_a_start_where_f_is_not_a_number_is_told_at_once(tol):
         assert str(only.message).startswith(f"{lost} of 6 samples of this layer failed: f ret")
         assert z[1].eq(0).all()
         deq(x)  # told before
+
+
+class OnDevice:
+    """The codes of a solve, of which nothing is known without waiting for them."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, code):
+        self.codes, self.waits = torch.full((6,), code), 0
+
+    def __len__(self):
+        return len(self.codes)
+
+    def cpu(self):
+        self.waits += 1
+        return self.codes
+
+
+@pytest.mark.filterwarnings("ignore::gdeq.ConvergenceWarning")
+@pytest.mark.parametrize(
+    ("code", "tol", "looks"),
+    [
+        (Status.CONVERGED, 1e-3, [1, 4, 8, 12, 16, 20]),
+        (Status.MAX_STEPS, 1e-3, [1, 4, 8, 12, 16, 20]),  # a later call may start at no number
+        (Status.NONFINITE_START, 1e-3, [1, 4, 8, 12]),  # then all is told
+        (Status.FIXED_STEPS, 0.0, [1]),
+    ],
+)
+def test_a_layer_waits_for_its_device_once_in_four_calls(code, tol, looks):
+    deq, waits = gdeq.DEQ(Cell(D)), []
+    for call in range(1, 21):
+        codes = OnDevice(code)
+        deq._look_at_convergence(SimpleNamespace(codes=codes), Broyden(tol=tol))
+        waits += [call] * codes.waits
+    assert waits == looks
 
 
 def test_a_summary_for_loggers(device):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gdeq
+from gdeq.fast.product import secants_of_steps
 from gdeq.operators import Secants
 from gdeq.refinement import Refinement, borne_out, least_combination, minus_identity, refine
 from gdeq.solvers.base import Point
@@ -144,6 +145,36 @@ def test_sensitivity_is_that_of_the_slowest_secant():
     how = Refinement(1, 1e-16, secants=secants)
     found = refine(start, v, lambda w: w - values * w, inverse, how)
     assert found.sensitivity.item() == pytest.approx(max(1.0, 100 * (v.norm() / found.w.norm())))
+
+
+@pytest.fixture
+def dirty(monkeypatch):
+    """Memory that is not set holds NaN."""
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *shape: x.new_full(shape, torch.nan))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 8, 15, 16, 20])
+def test_places_that_no_step_came_to_are_dropped(dirty, steps):
+    short, full = Secants.empty(V, 30), Secants.empty(V, 30)
+    for secants in (short, full):
+        for step in range(steps):
+            kept = draw(100 + step, 8) > -0.5  # the others are rounding
+            secants.note(draw(step, 8, 20), draw(50 + step, 8, 20), kept)
+    for _ in range(20):
+        full.note(torch.zeros_like(V), torch.zeros_like(V), torch.zeros(8, dtype=torch.bool))
+    for secants in (short, full):
+        secants.close(V, torch.ones(8, dtype=torch.bool))
+    assert short.s.shape[1] == min(max(steps, 1), 16)
+    assert full.s.shape[1] == 16
+    torch.testing.assert_close(short.inverse().as_matrix(), full.inverse().as_matrix())
+    torch.testing.assert_close(short.slowest(), full.slowest())
+
+
+def test_a_solve_in_products_without_steps_has_no_secants(dirty):
+    none, all_of_them = torch.zeros(8, dtype=torch.bool), torch.ones(8, dtype=torch.bool)
+    first, coordinates = V.unsqueeze(1), torch.zeros(8, 1, 1)
+    secants = secants_of_steps(first, coordinates, none[:, None], none.long(), V, all_of_them)
+    assert secants.inverse().as_matrix().equal(-torch.eye(20).double().expand(8, 20, 20))
 
 
 @pytest.mark.parametrize("gradient", [gdeq.Implicit(precondition=True), gdeq.GDEQ(refine=4)])

@@ -302,17 +302,22 @@ class DEQ(nn.Module):
         if not self.warns:
             return
         self._calls += 1
-        codes, total = solution.codes, len(solution.codes)
         looks = solver.tol > 0 and self._calls % LOOK_EVERY == 0
-        if not self._lost and (looks or self._calls == 1 or look_is_free(codes.device)):
+        free = look_is_free(solution.codes.device)
+        seeks = not self._lost and (looks or self._calls == 1 or free)
+        looks = looks and self._failures < LOOKS
+        if not (seeks or looks):
+            return
+        codes, total = solution.codes.cpu(), len(solution.codes)  # the one wait
+        if seeks:
             lost = int(codes.eq(Status.NONFINITE_START).sum())
             self._lost = lost > 0
             if self._lost:
                 told = f"{lost} of {total} samples of this layer {Status.NONFINITE_START}"
                 warnings.warn(told, ConvergenceWarning, stacklevel=1)
-        if not looks or self._failures == LOOKS:
+        if not looks:
             return
-        missed = codes[~solution.converged]
+        missed = codes[codes.ne(Status.CONVERGED)]
         self._failures = self._failures + 1 if 2 * len(missed) > total else 0
         if self._failures == LOOKS:
             warnings.warn(

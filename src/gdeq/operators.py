@@ -145,12 +145,13 @@ class Secants:
     far: Tensor  # (batch, places) how far z has gone since each of them began
     count: Tensor  # (batch,) kept so far; the place that is free is count mod places
     size: Tensor  # (batch,) ‖z‖; 0 where an earlier iterate is returned: it is far from all secants
+    noted: int = 0  # steps; places beyond hold anything, until `close` drops them
 
     @staticmethod
     def empty(z: Tensor, steps: int) -> Secants:  # (batch, d)
         batch, d = z.shape
         places = min(MOST_SECANTS, steps) + 1
-        s, y = z.new_zeros(2, batch, places, d)
+        s, y = z.new_empty(2, batch, places, d)  # most solves need few of them
         count = torch.zeros(batch, dtype=torch.long, device=z.device)
         return Secants(s, y, z.new_zeros(batch, places), count, z.new_zeros(batch))
 
@@ -163,6 +164,9 @@ class Secants:
 
         Of a sample that does not move s is zero.
         """
+        if self.noted < self.s.shape[1]:  # the first step that comes to this place
+            self.s[:, self.noted], self.y[:, self.noted] = 0.0, 0.0
+        self.noted += 1
         place, length = self._place(), norm(s)
         self.s[place], self.y[place] = s, y
         self.far += length.unsqueeze(1)
@@ -170,9 +174,13 @@ class Secants:
         self.count = self.count + seen
 
     def close(self, z: Tensor, ended: Tensor) -> None:  # (batch, d), (batch,)
-        """Clear the free place.  ended: whether the z that is returned is the last iterate."""
-        place = self._place()
+        """Clear the free place and drop those that no step has come to.
+
+        ended: whether the z that is returned is the last iterate.
+        """
+        place, used = self._place(), max(1, self.noted)
         self.s[place], self.y[place] = 0.0, 0.0
+        self.s, self.y, self.far = self.s[:, :used], self.y[:, :used], self.far[:, :used]
         self.size = torch.where(ended, norm(z), 0.0)
 
     def slowest(self) -> Tensor:  # -> (batch,)

@@ -321,7 +321,9 @@ def secants_of_steps(
     """
     n = steps.shape[1]
     if n == 1:
-        return Secants.empty(steps[:, 0], 0)
+        none = Secants.empty(z, 0)
+        none.close(z, ended)
+        return none
     rows = torch.arange(len(steps), device=steps.device).unsqueeze(1)
     unused = torch.arange(n, device=steps.device) >= taken.unsqueeze(1)
     lengths = torch.linalg.vector_norm(steps, dim=2).masked_fill(unused, 0.0)
