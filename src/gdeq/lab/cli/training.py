@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import statistics
@@ -81,6 +80,7 @@ def train(
     torchrun --nproc-per-node 4 -m gdeq train cifar10-fast    several GPUs
     """
     from gdeq.lab.training import runs
+    from gdeq.lab.training.folder import RunFolder
 
     if resume is not None and str(resume) != "auto":
         if out is not None:
@@ -106,7 +106,10 @@ def train(
         make = runs.train_or_resume if resume else runs.train
         summary = make(path, config, data, tell, dry_run=dry_run)
     if summary and not dry_run:  # the first process alone has one
-        tell(json.dumps(summary, indent=1))
+        tell(
+            f"test {RunFolder.tested(summary)}, {summary['train_seconds']:.0f} s of training, "
+            f"{summary['ms_per_step']:.1f} ms a step, {summary['parameters']:,} parameters"
+        )
         tell(f"run folder: {path}   (gdeq report {path})")
 
 
