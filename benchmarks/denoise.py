@@ -30,11 +30,9 @@ from gdeq.context import eager
 from gdeq.lab.tasks.imaging import Imaging
 from gdeq.lab.training import checkpoint
 from gdeq.lab.training import config as configs
-from gdeq.lab.training.folder import RunFolder
-from gdeq.lab.training.loop import Trainer
+from gdeq.lab.training.learner import Learner
 from gdeq.lab.training.precision import arithmetic, precision
 from gdeq.lab.training.process import Process
-from gdeq.lab.training.progress import Silent
 from gdeq.lab.training.recordings import wait_for
 from gdeq.models.proximal import psnr
 from imaging import TIMES, draw, plain_steps, solved, some_of, steps_of, without_image
@@ -50,82 +48,82 @@ QUICK = (
 
 
 class Bench:
-    """A trainer, whose steps are recorded before its time begins."""
+    """A learner, whose steps are recorded before its time begins."""
 
     def __init__(self, args: Any) -> None:
         settings = ["test=validation", *args.set, f"device={args.device}", f"seed={args.seed}"]
         config, self.root = configs.load("denoise", settings), args.data
         place = Process(torch.device(args.device))
-        self.trainer = Trainer(config, RunFolder(Path("unused")), place, Silent(), self.root)
+        self.learner = Learner(config, place, self.root)
         self.gpus = [place.device] if place.device.type == "cuda" else []
         self.batches = self._batches()
-        weights = self.trainer.model.state_dict()
+        weights = self.learner.model.state_dict()
         self.first = {name: value.clone() for name, value in weights.items()}
 
     def _batches(self) -> Iterator[tuple[Tensor, ...]]:
         for epoch in itertools.count():
-            yield from (batch for _, batch in self.trainer.train_batches.epoch(epoch))
+            yield from (batch for _, batch in self.learner.train_batches.epoch(epoch))
 
     def plan(self, total: int, first: int) -> None:
         """So many steps, the first ones unrolled."""
-        self.trainer.total = total
-        self.trainer.config = configs.replace(self.trainer.config, pretrain_steps=first)
+        self.learner.total = total
+        self.learner.config = configs.replace(self.learner.config, pretrain_steps=first)
 
     def restart(self, slower: bool = False) -> None:
         """From the first weights, in the same tensors: what was recorded stays good."""
-        trainer = self.trainer
+        learner = self.learner
         if slower:
-            rate = trainer.config.optimizer.lr / 2
-            trainer.config = configs.replace(trainer.config, optimizer__lr=rate)
-        trainer.model.load_state_dict(self.first)
-        for kept in trainer.optimizer.state.values():
+            rate = learner.config.optimizer.lr / 2
+            learner.config = configs.replace(learner.config, optimizer__lr=rate)
+        learner.model.load_state_dict(self.first)
+        for kept in learner.optimizer.state.values():
             for value in kept.values():
                 value.zero_()
-        if trainer.average is not None:
-            trainer.average.n_averaged.zero_()
-        trainer.step = 0
-        trainer.sums.clear()
+        if learner.average is not None:
+            learner.average.n_averaged.zero_()
+        learner.step = 0
+        learner.sums.clear()
 
     def steps_to(self, last: int) -> None:
-        while self.trainer.step < last:
-            self.trainer.one_step(*next(self.batches))
+        while self.learner.step < last:
+            self.learner.one_step(*next(self.batches))
 
     def pace(self, unrolled: bool, seconds: float) -> float:
         """Seconds that a step of one phase takes."""
-        some = self.trainer.config.residual_every
+        some = self.learner.config.residual_every
         self.plan(ENDLESS, ENDLESS * unrolled)
         self.restart()
         self.steps_to(2 * some + 1)  # with a penalty and without, measured and not
         wait_for(self.gpus)
-        began, before = time.perf_counter(), self.trainer.step
-        while self.trainer.step == before or time.perf_counter() - began < seconds:
-            self.steps_to(self.trainer.step + some)
+        began, before = time.perf_counter(), self.learner.step
+        while self.learner.step == before or time.perf_counter() - began < seconds:
+            self.steps_to(self.learner.step + some)
             wait_for(self.gpus)
-        found = (time.perf_counter() - began) / (self.trainer.step - before)
-        self.trainer.evaluate()  # the first one takes longer than others
+        found = (time.perf_counter() - began) / (self.learner.step - before)
+        self.learner.evaluate()  # the first one takes longer than others
         return found
 
     def look(self, began: float) -> dict[str, Any]:
         """What the steps since the last look were like, and the validation pictures now."""
-        trainer = self.trainer
-        found = trainer.sums.read(trainer.process, since_mark=True)
-        trainer.sums.mark()
-        tested = trainer.evaluate()
+        learner = self.learner
+        found = learner.sums.read(learner.process, since_mark=True)
+        learner.sums.mark()
+        tested = learner.evaluate()
         return {
-            "step": trainer.step,
-            "unrolled": int(trainer.step <= trainer.config.pretrain_steps),
+            "step": learner.step,
+            "unrolled": int(learner.step <= learner.config.pretrain_steps),
             "seconds": time.perf_counter() - began,
             "training psnr": found["psnr"],
             "residual": found["residual"],
             "backward residual": found["backward_residual"],
             "validation psnr": tested["psnr"],
-            "step size": trainer.deq.cell.log_step.exp().item(),
+            "step size": learner.deq.cell.log_step.exp().item(),
         }
 
 
 def train(bench: Bench, args: Any, report: Report) -> None:
     """Leaves the best weights in those that are tested."""
-    trainer = bench.trainer
+    learner = bench.learner
     once, solve = (bench.pace(unrolled, min(2.0, args.seconds / 20)) for unrolled in (True, False))
     report(f"{1e3 * once:.2f} ms a step unrolled, {1e3 * solve:.2f} ms a step solved")
     taken = time.perf_counter() - report.started
@@ -134,11 +132,11 @@ def train(bench: Bench, args: Any, report: Report) -> None:
     later = round((1 - share) * seconds / solve)  # steps of the second phase
     bench.restart()
     rows, best, chosen, began = [], -math.inf, 0, time.perf_counter()
-    kept = {name: value.clone() for name, value in trainer.evaluated.state_dict().items()}
+    kept = {name: value.clone() for name, value in learner.evaluated.state_dict().items()}
     for unrolled, until in ((True, share * seconds), (False, seconds)):
-        pace, first = once if unrolled else solve, trainer.step
+        pace, first = once if unrolled else solve, learner.step
         for more in range(LOOKS, 0, -1):
-            now, step = time.perf_counter(), trainer.step
+            now, step = time.perf_counter(), learner.step
             left = max(more, int((began + until - now) / pace))
             bench.plan(step + left + later * unrolled, step + left if unrolled else first)
             bench.steps_to(step + left // more)
@@ -146,7 +144,7 @@ def train(bench: Bench, args: Any, report: Report) -> None:
             rows.append(row)
             report(" ".join(f"{k}={v:.4g}" for k, v in row.items()))
             report.csv(rows, "-training")
-            pace = (time.perf_counter() - now) / (trainer.step - step)
+            pace = (time.perf_counter() - now) / (learner.step - step)
             if not row["training psnr"] > LOST:
                 report("the training was lost")
                 if not unrolled:
@@ -154,12 +152,12 @@ def train(bench: Bench, args: Any, report: Report) -> None:
                 bench.restart(slower=True)
             elif unrolled or row["validation psnr"] > best:
                 best = -math.inf if unrolled else row["validation psnr"]
-                chosen = trainer.step
-                for name, value in trainer.evaluated.state_dict().items():
+                chosen = learner.step
+                for name, value in learner.evaluated.state_dict().items():
                     kept[name].copy_(value)
-    report(f"tested: the weights of step {chosen} of {trainer.step}, {best:.3f} dB on validation")
+    report(f"tested: the weights of step {chosen} of {learner.step}, {best:.3f} dB on validation")
     rounded = {n: v.half().to(v.dtype) if v.is_floating_point() else v for n, v in kept.items()}
-    trainer.evaluated.load_state_dict(rounded)
+    learner.evaluated.load_state_dict(rounded)
 
 
 @torch.no_grad()
@@ -178,17 +176,17 @@ def turned(model: Any, tests: Any) -> float:
 
 def evaluate(bench: Bench, most: int, report: Report) -> list[dict[str, Any]]:
     """Both test sets: by the solver, at the training's number of steps and at ten times that."""
-    trainer, rows = bench.trainer, []
-    model: Any = trainer.evaluated.eval()
-    once = steps_of(trainer)
+    learner, rows = bench.learner, []
+    model: Any = learner.evaluated.eval()
+    once = steps_of(learner)
     for name in ("bsd68", "set12"):
-        config: Any = configs.replace(trainer.config, test=name)
-        trainer.task = Imaging(config, trainer.process, bench.root)
+        config: Any = configs.replace(learner.config, test=name)
+        learner.task = Imaging(config, learner.process, bench.root)
         for steps in (once, 10 * once):
-            rows.append({"set": name, "steps": steps, **solved(trainer, most, steps)})
+            rows.append({"set": name, "steps": steps, **solved(learner, most, steps)})
             report(str(rows[-1]))
-        model.deq.solver = trainer.config.solver.build()
-        ratio = turned(model, some_of(trainer.task, most))
+        model.deq.solver = learner.config.solver.build()
+        ratio = turned(model, some_of(learner.task, most))
         rows.append({"set": name, "steps": f"{once}, mean of eight turned", "psnr": ratio})
         report(str(rows[-1]))
     return rows
@@ -196,33 +194,33 @@ def evaluate(bench: Bench, most: int, report: Report) -> list[dict[str, Any]]:
 
 def pictures(bench: Bench, report: Report) -> None:
     """Four of Set12, noisy, true and restored, and the figure of `imaging.py steps`."""
-    trainer = bench.trainer
-    model: Any = trainer.evaluated.eval()
-    once, many = steps_of(trainer), 4
-    trainer.task = Imaging(
-        configs.replace(trainer.config, test="set12"), trainer.process, bench.root
+    learner = bench.learner
+    model: Any = learner.evaluated.eval()
+    once, many = steps_of(learner), 4
+    learner.task = Imaging(
+        configs.replace(learner.config, test="set12"), learner.process, bench.root
     )
-    measured, truth = next(some_of(trainer.task, many))
+    measured, truth = next(some_of(learner.task, many))
     kept = {"noisy": measured[:, :1], "true": truth}
     with torch.no_grad():
         for steps in (once, 10 * once):
-            model.deq.solver = replace(trainer.config.solver.build(), max_iter=steps)
+            model.deq.solver = replace(learner.config.solver.build(), max_iter=steps)
             kept[f"restored, {steps} steps"] = model(measured)
     inputs = model.inputs(measured)
     radius = gdeq.spectral_radius(lambda z: model.deq.cell(z, *inputs), model.deq.solution.z, 30)
     report(f"spectral radius of {len(radius)} pictures: {radius.tolist()}")
     grey = {n: (255 * v).clamp(0, 255).round().byte().cpu().numpy() for n, v in kept.items()}
     np.savez_compressed(report.folder / "denoise-images.npz", **grey)  # type: ignore[arg-type]
-    trace = plain_steps(trainer, many, TIMES[-1] * once)
+    trace = plain_steps(learner, many, TIMES[-1] * once)
     report.csv([{"step": row["step"], **without_image(row)} for row in trace], "-steps")
-    report.figure(draw(trainer, {"DEQ": trace}))
+    report.figure(draw(learner, {"DEQ": trace}))
 
 
 def write_weights(bench: Bench, report: Report) -> None:
     """In half precision, with the settings."""
-    weights = bench.trainer.evaluated.state_dict()
+    weights = bench.learner.evaluated.state_dict()
     small = {n: v.half() if v.is_floating_point() else v for n, v in weights.items()}
-    about = {"config": configs.to_dict(bench.trainer.config), "choice": None}
+    about = {"config": configs.to_dict(bench.learner.config), "choice": None}
     (report.folder / "denoise.safetensors").write_bytes(checkpoint.pack(small, about))
 
 
@@ -239,10 +237,10 @@ def main() -> None:
         args.seconds, args.images, args.set = 4.0, 1, [*QUICK, *args.set]
     report = Report("denoise", args)
     bench = Bench(args)
-    device = bench.trainer.process.device
-    parameters = sum(p.numel() for p in bench.trainer.model.parameters())
+    device = bench.learner.process.device
+    parameters = sum(p.numel() for p in bench.learner.model.parameters())
     report(f"{parameters / 1e6:.2f} M parameters")
-    with precision(bench.trainer.config, device):
+    with precision(bench.learner.config, device):
         train(bench, args, report)
     if bench.gpus:
         report(f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")

@@ -29,7 +29,7 @@ from gdeq.context import eager
 from gdeq.lab.tasks.imaging import Imaging
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import runs
-from gdeq.lab.training.loop import Trainer
+from gdeq.lab.training.learner import Learner
 from gdeq.lab.training.optimization import build_optimizer, learning_rate, set_rate
 from gdeq.lab.training.precision import precision
 from gdeq.lab.training.process import Process
@@ -41,10 +41,10 @@ TIMES = (0, 1, 2, 5, 10)  # of the training's steps
 # -- more steps ------------------------------------------------------------------------------------
 
 
-def steps_of(trainer: Trainer) -> int:
+def steps_of(learner: Learner) -> int:
     """Evaluations of f in training, before the one that is differentiated."""
-    config: Any = trainer.config
-    if config.pretrain_steps >= trainer.total:  # unrolled to the end
+    config: Any = learner.config
+    if config.pretrain_steps >= learner.total:  # unrolled to the end
         return config.pretrain_layers
     return config.solver.max_iter + config.gradient.steps * (config.gradient.name == "unrolled")
 
@@ -59,13 +59,13 @@ def some_of(task: Any, many: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def plain_steps(trainer: Trainer, many: int, most: int) -> list[dict[str, Any]]:
+def plain_steps(learner: Learner, many: int, most: int) -> list[dict[str, Any]]:
     """z ← f(z) from where every solve starts: mean PSNR and residual after each step."""
-    model: Any = trainer.evaluated.eval()
+    model: Any = learner.evaluated.eval()
     ratios: list[list[Tensor]] = [[] for _ in range(most + 1)]
     residuals: list[list[Tensor]] = [[] for _ in range(most + 1)]
     images = []  # of the first one
-    for measured, truth in some_of(trainer.task, many):
+    for measured, truth in some_of(learner.task, many):
         inputs, cell = model.inputs(measured), model.deq.cell
         state = cell.initial_state(*inputs)
         for step in range(most + 1):
@@ -96,13 +96,13 @@ def _leaves(state: Any) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def solved(trainer: Trainer, many: int, steps: int) -> dict[str, float]:
+def solved(learner: Learner, many: int, steps: int) -> dict[str, float]:
     """By the solver of the training, with so many steps."""
-    model: Any = trainer.evaluated.eval()
-    kind = type(trainer.config.solver.build())
+    model: Any = learner.evaluated.eval()
+    kind = type(learner.config.solver.build())
     model.deq.solver = kind(max_iter=steps, tol=0.0, stop="whole")
     found, residual = [], []
-    for measured, truth in some_of(trainer.task, many):
+    for measured, truth in some_of(learner.task, many):
         found.append(psnr(model(measured), truth))
         residual.append(model.deq.solution.residual)
     return {
@@ -116,18 +116,18 @@ def steps(args: Any, report: Report) -> None:
     trainers = [runs.trained(run, args.data, args.device) for run in args.what]
     names = ["DEQ", "unrolled"][: len(trainers)]
     lines, solver, traces = [], [], {}
-    for name, trainer in zip(names, trainers, strict=True):
-        once = steps_of(trainer)
+    for name, learner in zip(names, trainers, strict=True):
+        once = steps_of(learner)
         # In full precision: rounding would soon be all that a residual shows.
-        full = configs.replace(trainer.config, precision="float32")
-        with precision(full, trainer.process.device), eager():
-            trace = plain_steps(trainer, args.images, TIMES[-1] * once)
+        full = configs.replace(learner.config, precision="float32")
+        with precision(full, learner.process.device), eager():
+            trace = plain_steps(learner, args.images, TIMES[-1] * once)
             if name == "DEQ":
                 solver += [
                     {
                         "network": name,
                         "solver steps": n * once,
-                        **solved(trainer, args.images, n * once),
+                        **solved(learner, args.images, n * once),
                     }
                     for n in TIMES[1:]
                 ]
@@ -154,10 +154,10 @@ def without_image(row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("psnr", "residual")}
 
 
-def draw(trainer: Trainer, traces: dict[str, list[dict[str, Any]]]) -> Any:
+def draw(learner: Learner, traces: dict[str, list[dict[str, Any]]]) -> Any:
     plt = pyplot()
-    measured, truth = next(iter(trainer.task.test_batches(1).epoch()))[1]
-    once = steps_of(trainer)
+    measured, truth = next(iter(learner.task.test_batches(1).epoch()))[1]
+    once = steps_of(learner)
     images = {
         "measured": measured[0, 0].float().cpu(),
         "truth": truth[0, 0].float().cpu(),

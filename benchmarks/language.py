@@ -36,10 +36,9 @@ from gdeq.lab.tasks.language import Language, continued
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import runs
 from gdeq.lab.training.folder import RunFolder
-from gdeq.lab.training.loop import Trainer
+from gdeq.lab.training.learner import Learner
 from gdeq.lab.training.precision import precision
 from gdeq.lab.training.process import Process
-from gdeq.lab.training.progress import Silent
 from gdeq.models.transformer import Transformer
 
 METRICS = ("bits_per_byte", "perplexity")
@@ -129,9 +128,9 @@ def paces(args: Any, rows: dict[str, list[str]]) -> dict[str, float]:
     steps: dict[str, Callable[[], None]] = {}
     for name, settings in rows.items():
         config = configs.load(args.preset, settings)
-        trainer = Trainer(config, RunFolder(Path()), Process(device), Silent(), args.data)
-        batch = next(trainer.train_batches.epoch(0))[1]
-        steps[name] = partial(trainer.one_step, *batch)
+        learner = Learner(config, Process(device), args.data)
+        batch = next(learner.train_batches.epoch(0))[1]
+        steps[name] = partial(learner.one_step, *batch)
     clock = "wall" if device.type == "cuda" else "cpu"
     with precision(config, device):  # of all rows
         times = interleave(steps, 2 if args.quick else 20, device, warmup=12, clock=clock)
@@ -151,12 +150,12 @@ def at_the_end(place: Path) -> dict[str, float]:
 
 def tested(place: Path, args: Any, steps: int) -> dict[str, float]:
     """The last weights with as many steps of Picard, whose iterates are causal."""
-    trainer = runs.trained(place, args.data, args.device)
+    learner = runs.trained(place, args.data, args.device)
     picard = {"solver__name": "picard", "solver__max_iter": steps, "solver__tol": 0.0}
-    trainer.config = configs.replace(trainer.config, gradient__name="jfb", **picard)
-    with precision(trainer.config, trainer.process.device):
-        told = trainer.evaluate()
-    name = trainer.task.metric.name
+    learner.config = configs.replace(learner.config, gradient__name="jfb", **picard)
+    with precision(learner.config, learner.process.device):
+        told = learner.evaluate()
+    name = learner.task.metric.name
     return {f"{name}, {steps}": told[name], f"test residual, {steps}": told["residual"]}
 
 
@@ -225,14 +224,14 @@ def beside(args: Any, _: Report) -> Iterator[dict[str, Any]]:
 
 
 def decoded(args: Any, _: Report) -> Iterator[dict[str, Any]]:
-    trainer = runs.trained(args.run, args.data, args.device)
-    task, model = trainer.task, trainer.model
+    learner = runs.trained(args.run, args.data, args.device)
+    task, model = learner.task, learner.model
     assert isinstance(task, Language)
     assert isinstance(model, Transformer)
     prompt = task.parts[1][:64].long()
     for tol in (1e-1, 3e-2, 1e-2):
         model.deq.solver = gdeq.Picard(max_iter=50, tol=tol, stop="whole")
-        with precision(trainer.config, trainer.process.device):
+        with precision(learner.config, learner.process.device):
             steps = [
                 [taken for _, taken in continued(model, prompt, args.tokens, 1.0, args.seed, reuse)]
                 for reuse in (True, False)

@@ -22,7 +22,7 @@ from gdeq import JFB
 from gdeq.lab.data.sudoku import Grids, with_more_givens
 from gdeq.lab.tasks.sudoku import Puzzles
 from gdeq.lab.training import runs
-from gdeq.lab.training.loop import Trainer
+from gdeq.lab.training.learner import Learner
 from gdeq.lab.training.precision import precision
 
 BATCH = 2000
@@ -41,16 +41,16 @@ def sets(task: Puzzles, pool: str, many: int) -> Iterator[tuple[str, Grids]]:
         yield "hardest", Grids(*(grid[::every][:many] for grid in hardest))
 
 
-def steps_of(trainer: Trainer) -> int:
+def steps_of(learner: Learner) -> int:
     """Of one segment."""
-    config = trainer.config
+    config = learner.config
     return config.solver.max_iter + config.gradient.steps * (config.gradient.name == "unrolled")
 
 
 @torch.no_grad()
-def solve(trainer: Trainer, puzzles: Tensor, starts: int, seed: int) -> tuple[Tensor, Tensor]:
+def solve(learner: Learner, puzzles: Tensor, starts: int, seed: int) -> tuple[Tensor, Tensor]:
     """Digits (starts, b, 81) and residuals (starts, b) after all segments."""
-    model: Any = trainer.model
+    model: Any = learner.model
     source = torch.Generator(puzzles.device).manual_seed(seed)
     digits, residuals = [], []
     for number in range(starts):
@@ -61,18 +61,18 @@ def solve(trainer: Trainer, puzzles: Tensor, starts: int, seed: int) -> tuple[Te
 
 
 def solved_by_steps(
-    trainer: Trainer, grids: Grids, steps: list[int], starts: int, seed: int
+    learner: Learner, grids: Grids, steps: list[int], starts: int, seed: int
 ) -> Iterator[dict[str, float]]:
     """Shares in per cent, for each number of solver steps."""
-    model: Any = trainer.model
-    device, length, before = trainer.process.device, steps_of(trainer), model.test_segments
+    model: Any = learner.model
+    device, length, before = learner.process.device, steps_of(learner), model.test_segments
     puzzles, solutions = (torch.from_numpy(g).to(device).long() for g in grids)
     for many in steps:
         model.test_segments = max(1, round(many / length))
         first, best, cells, residual = [], [], [], []
         for at in range(0, len(puzzles), BATCH):
             truth = solutions[at : at + BATCH]
-            digits, left = solve(trainer, puzzles[at : at + BATCH], starts, seed + at)
+            digits, left = solve(learner, puzzles[at : at + BATCH], starts, seed + at)
             right = digits == truth  # (starts, b, 81)
             chosen = left.nan_to_num(torch.inf).argmin(0)
             first.append(right[0].all(1))
@@ -95,10 +95,10 @@ def percent(parts: list[Tensor]) -> float:
 
 
 @torch.no_grad()
-def draw(trainer: Trainer, grids: Grids) -> Any:
+def draw(learner: Learner, grids: Grids) -> Any:
     """Of the puzzles that are solved at last, the one that takes most steps, filling in."""
-    model: Any = trainer.model
-    puzzles, solutions = (torch.from_numpy(g).to(trainer.process.device).long() for g in grids)
+    model: Any = learner.model
+    puzzles, solutions = (torch.from_numpy(g).to(learner.process.device).long() for g in grids)
     model.deq.solver = replace(model.deq.solver, max_iter=SHOWN[-1])
     model.deq.gradient = JFB()  # without steps through autograd
     states = torch.stack(model.deq.trajectory(model.embed(puzzles), at=SHOWN)[:-1])
@@ -145,21 +145,21 @@ def main() -> None:
     if args.quick:
         args.steps, args.starts, args.puzzles = [16, 64], 2, 36
     report = Report("sudoku", args)
-    trainer = runs.trained(args.run, args.data, args.device)
-    task = trainer.task
+    learner = runs.trained(args.run, args.data, args.device)
+    task = learner.task
     assert isinstance(task, Puzzles)
-    trainer.set_phase(trainer.total)
-    with precision(trainer.config, trainer.process.device):
+    learner.set_phase(learner.total)
+    with precision(learner.config, learner.process.device):
         found = [
             {"set": name, "puzzles": len(grids.puzzles), "starts": args.starts, **row}
             for name, grids in sets(task, args.test, args.puzzles)
-            for row in solved_by_steps(trainer, grids, args.steps, args.starts, args.seed)
+            for row in solved_by_steps(learner, grids, args.steps, args.starts, args.seed)
         ]
         report.table(found)
         report.csv(found)
         if args.picture:
             shown = with_more_givens(task.pools()[args.test], (0, 0), args.picture)
-            report.figure(draw(trainer, shown))
+            report.figure(draw(learner, shown))
     report.close()
 
 

@@ -30,11 +30,9 @@ from gdeq import GMRES, Gradient, Implicit, spectral_radius
 from gdeq.lab.data.sudoku import Grids, with_more_givens
 from gdeq.lab.tasks.sudoku import Puzzles
 from gdeq.lab.training import config as configs
-from gdeq.lab.training.folder import RunFolder
-from gdeq.lab.training.loop import Trainer
+from gdeq.lab.training.learner import Learner
 from gdeq.lab.training.precision import precision
 from gdeq.lab.training.process import Process
-from gdeq.lab.training.progress import Silent
 from gdeq.lab.training.recordings import Recordings, wait_for
 from sudoku import solved_by_steps, steps_of
 
@@ -68,68 +66,68 @@ class Bench:
     def __init__(self, settings: list[str], device: str, root: Path | None) -> None:
         self.settings, self.root = settings, root
         place = torch.device(device)
-        self.trainer = self.made(self.config(()), place)
+        self.learner = self.made(self.config(()), place)
         self.gpus = [place] if place.type == "cuda" else []
 
-    def made(self, config: Any, place: torch.device) -> Trainer:
-        return Trainer(config, RunFolder(Path("unused")), Process(place), Silent(), self.root)
+    def made(self, config: Any, place: torch.device) -> Learner:
+        return Learner(config, Process(place), self.root)
 
     def config(self, row: tuple[str, ...], seed: int = 0) -> Any:
         return configs.load("sudoku", [*BASE, *row, *self.settings, f"seed={seed}"])
 
     def take_up(self, row: tuple[str, ...]) -> None:
-        trainer = self.trainer
-        trainer.config = self.config(row)
-        trainer.recordings = Recordings(trainer.config.graph and bool(self.gpus), False)
+        learner = self.learner
+        learner.config = self.config(row)
+        learner.recordings = Recordings(learner.config.graph and bool(self.gpus), False)
         if self.gpus:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
     def restart(self, seed: int, total: int) -> None:
         """New weights and moments in the same tensors: what was recorded stays good."""
-        trainer = self.trainer
+        learner = self.learner
         torch.manual_seed(seed)
-        compiled: Any = trainer.model
-        compiled.load_state_dict(trainer.task.model().state_dict())
-        trainer.task.reasoner = compiled  # type: ignore[attr-defined]
+        compiled: Any = learner.model
+        compiled.load_state_dict(learner.task.model().state_dict())
+        learner.task.reasoner = compiled  # type: ignore[attr-defined]
         if compiled.carry is not None:
             compiled.carry.halted.fill_(True)
-        for kept in trainer.optimizer.state.values():
+        for kept in learner.optimizer.state.values():
             for value in kept.values():
                 value.zero_()
-        trainer.train_batches.seed = seed
-        trainer.step, trainer.total = 0, total
-        trainer.sums.clear()
+        learner.train_batches.seed = seed
+        learner.step, learner.total = 0, total
+        learner.sums.clear()
 
     def batches(self) -> Iterator[tuple[Tensor, ...]]:
         for epoch in range(10**6):
-            yield from (batch for _, batch in self.trainer.train_batches.epoch(epoch))
+            yield from (batch for _, batch in self.learner.train_batches.epoch(epoch))
 
     def pace(self, seconds: float) -> float:
         """Seconds that a step takes."""
         self.restart(0, 10**6)
         batches = self.batches()
         for _ in range(11):  # measured and unmeasured ones
-            self.trainer.one_step(*next(batches))
+            self.learner.one_step(*next(batches))
         wait_for(self.gpus)
         began, steps = time.perf_counter(), 0
         while steps < 10 or time.perf_counter() - began < seconds:
             for _ in range(10):
-                self.trainer.one_step(*next(batches))
+                self.learner.one_step(*next(batches))
             wait_for(self.gpus)
             steps += 10
         return (time.perf_counter() - began) / steps
 
     def train(self, seed: int, total: int) -> dict[str, Any]:
-        trainer = self.trainer
+        learner = self.learner
         self.restart(seed, total)
         batches, told = self.batches(), {}
         began = time.perf_counter()
         for part in (0.25, 1.0):
-            while trainer.step < round(part * total):
-                trainer.one_step(*next(batches))
-            found = trainer.sums.read(trainer.process, since_mark=True)
-            trainer.sums.mark()
+            while learner.step < round(part * total):
+                learner.one_step(*next(batches))
+            found = learner.sums.read(learner.process, since_mark=True)
+            learner.sums.mark()
             when = "first quarter" if part < 1 else "rest"
             names = ("loss", "residual", "backward_residual", "batch_error")
             told |= {f"{name}, {when}": found[name] for name in names}
@@ -137,9 +135,9 @@ class Bench:
         return {"steps": total, "seconds": time.perf_counter() - began, **told}
 
 
-def gradient_of(trainer: Trainer, puzzles: Tensor, digits: Tensor, how: Gradient) -> Tensor:
+def gradient_of(learner: Learner, puzzles: Tensor, digits: Tensor, how: Gradient) -> Tensor:
     """Of each puzzle's loss in the last segment, with respect to x: (b, 81 · width)."""
-    model: Any = trainer.model
+    model: Any = learner.model
     with torch.no_grad():
         x = model.embed(puzzles)
         z = model.start(x, torch.Generator(puzzles.device).manual_seed(0))
@@ -148,20 +146,20 @@ def gradient_of(trainer: Trainer, puzzles: Tensor, digits: Tensor, how: Gradient
     model.deq.gradient = how
     x.requires_grad_()
     answer = model.answer(model.deq(x, z0=z.detach()))
-    (found,) = torch.autograd.grad(trainer.task.losses(answer[:, None], digits).sum(), x)
+    (found,) = torch.autograd.grad(learner.task.losses(answer[:, None], digits).sum(), x)
     return found.flatten(1)
 
 
-def judged(trainer: Trainer, grids: Grids) -> dict[str, float]:
+def judged(learner: Learner, grids: Grids) -> dict[str, float]:
     """At the trained weights: residual, spectral radius, and the gradient beside the exact one."""
-    model: Any = trainer.model
-    device, deq = trainer.process.device, model.deq
+    model: Any = learner.model
+    device, deq = learner.process.device, model.deq
     puzzles, solutions = (torch.from_numpy(grid[:64]).to(device).long() for grid in grids)
-    trainer.set_phase(trainer.total)
-    own = gradient_of(trainer, puzzles, solutions - 1, deq.gradient)
+    learner.set_phase(learner.total)
+    own = gradient_of(learner, puzzles, solutions - 1, deq.gradient)
     # As many steps, those through autograd counted.
-    deq.solver = replace(deq.solver, max_iter=steps_of(trainer))
-    exact = gradient_of(trainer, puzzles, solutions - 1, Implicit(GMRES(max_iter=60, tol=1e-3)))
+    deq.solver = replace(deq.solver, max_iter=steps_of(learner))
+    exact = gradient_of(learner, puzzles, solutions - 1, Implicit(GMRES(max_iter=60, tol=1e-3)))
     solution, x = deq.solution, model.embed(puzzles).detach()
     known = solution.record.residual < 0.1
     error = (own - exact).norm(dim=1) / exact.norm(dim=1)
@@ -178,8 +176,8 @@ def judged(trainer: Trainer, grids: Grids) -> dict[str, float]:
 
 def trained(bench: Bench, row: str, args: Any, sets: dict[str, Grids]) -> Iterator[dict[str, Any]]:
     """One row: what each seed comes to."""
-    trainer = bench.trainer
-    with precision(trainer.config, trainer.process.device):
+    learner = bench.learner
+    with precision(learner.config, learner.process.device):
         bench.take_up(ROWS[row])
         pace = bench.pace(min(1.0, args.seconds / 8))
         total = args.train_steps or max(10, round(args.seconds / pace))
@@ -189,13 +187,13 @@ def trained(bench: Bench, row: str, args: Any, sets: dict[str, Grids]) -> Iterat
             told = {"row": row, "seed": seed, "ms": 1e3 * pace, "GiB": peak, **told}
             # As it is, without compiling for other sizes.
             with torch.compiler.set_stance("force_eager"):
-                trainer.model.eval()
-                trainer.set_phase(trainer.total)
+                learner.model.eval()
+                learner.set_phase(learner.total)
                 for name, grids in sets.items():
-                    for each in solved_by_steps(trainer, grids, args.steps, 1, seed):
+                    for each in solved_by_steps(learner, grids, args.steps, 1, seed):
                         told[f"solved {name}, {each['steps']}"] = each["solved"]
-                with torch.autocast(trainer.process.device.type, enabled=False):
-                    told |= judged(trainer, sets["more"])
+                with torch.autocast(learner.process.device.type, enabled=False):
+                    told |= judged(learner, sets["more"])
             yield told
 
 
@@ -233,7 +231,7 @@ def main() -> None:
         args.set = [*QUICK, *args.set]
     report = Report("sudoku_gradients", args)
     bench = Bench([*args.set, f"device={args.device}"], args.device, args.data)
-    task = bench.trainer.task
+    task = bench.learner.task
     assert isinstance(task, Puzzles)
     pool = task.pools()["validation"]
     sets = {
