@@ -9,7 +9,16 @@ import torch
 from gdeq import Picard
 from gdeq.lab.data.text import Text
 from gdeq.lab.tasks import Metric, language
-from gdeq.lab.tasks.language import NOTHING, Bytes, Language, Words, baselines, in_rows, python_help
+from gdeq.lab.tasks.language import (
+    NOTHING,
+    Bytes,
+    Language,
+    Windows,
+    Words,
+    baselines,
+    in_rows,
+    python_help,
+)
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import process, runs
 from gdeq.lab.training.folder import read_metrics
@@ -55,6 +64,21 @@ def test_rows_are_texts_that_go_on():
         assert torch.equal(whole, torch.arange(32) + 32 * row)  # the windows of a row join
     assert torch.equal(y, x + 1)
     assert torch.equal(share, torch.full((12,), 1 / 8))
+
+
+def test_each_epoch_begins_at_another_place_of_the_text():
+    text = torch.arange(100)
+    made = Windows(text, rows=3, window=8, seed=0)
+    read = [torch.cat([x for _, (x, _, _) in made.epoch(epoch)]) for epoch in range(4)]
+    starts = [int(x[0, 0]) for x in read]
+    assert starts[0] == 0
+    assert len(set(starts)) == 4
+    for epoch, (start, x) in enumerate(zip(starts, read, strict=True)):
+        whole = x.view(-1, 3, 8).transpose(0, 1).flatten()  # row after row
+        torch.testing.assert_close(whole, (torch.arange(len(whole)) + start) % 100)
+        ((_, later),) = list(made.epoch(epoch, start=3))  # taken up at its last batch
+        assert later[0].equal(x[-3:])
+        assert later[1].equal((x[-3:] + 1) % 100)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7])

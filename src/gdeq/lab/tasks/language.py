@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gdeq.lab.data.batches import Batches
+from gdeq.lab.data.batches import Batches, generator
 from gdeq.lab.data.sets import data_root, find
 from gdeq.lab.data.text import END, Text
 from gdeq.lab.tasks.task import Data, Metric, Task
@@ -170,8 +170,8 @@ class Language(Task[LanguageConfig]):
     def advance(self, model: Any) -> None:
         model.advance()
 
-    def train_batches(self, size: int, plain: bool = False) -> Batches:
-        return Batches(self.data.train, size, shuffle=False)
+    def train_batches(self, size: int, plain: bool = False) -> Windows:
+        return Windows(self.parts[0], size, self.config.window, self.config.seed)
 
     def test_batches(self, size: int) -> Batches:
         return Batches(self.data.test, self.config.test_rows, shuffle=False)
@@ -259,6 +259,23 @@ class Bytes(Language):
             f"bits per byte of that text by counts of the training text: {one:.3f} by single "
             f"bytes, {two:.3f} by pairs"
         )
+
+
+class Windows(Batches):
+    """The windows of a text, which each epoch but the first begins to read at another place.
+
+    So a token is not always seen at the same place of a window.
+    """
+
+    def __init__(self, text: Tensor, rows: int, window: int, seed: int) -> None:
+        super().__init__(in_rows(text, rows, window), rows, seed=seed, shuffle=False)
+        self.text, self.window = text, window
+
+    def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        first = torch.randint(len(self.text), (), generator=generator(self.seed, epoch))
+        turned = self.text.roll(-int(first)) if epoch else self.text
+        self.tensors = in_rows(turned, self.batch_size, self.window)
+        return super().epoch(epoch, start)
 
 
 @torch.no_grad()
