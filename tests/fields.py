@@ -197,6 +197,23 @@ def tanh_map(seed: int, d: int, radius: float) -> Map:
     return Map(lambda z: torch.tanh(z @ W.T + x), torch.zeros(BATCH, d, dtype=F64), x)
 
 
+def gru(seed: int, d: int, gain: float) -> Map:
+    """z = (1 − u) z + u tanh(H (r z) + x), the GRU's step; the parameter is all its inputs.
+
+    Where the gate u is nearly closed w is long, but the gradient of x, which is u (1 − z²) w for
+    the last input, is not.
+    """
+    make = _generator(seed)
+    update, reset, state = (gain * _normal(make, d, d) / d**0.5 for _ in range(3))
+    x = _normal(make, BATCH, 3, d).requires_grad_()
+
+    def f(z: Tensor) -> Tensor:
+        u, r = torch.sigmoid(z @ update.T + x[:, 0]), torch.sigmoid(z @ reset.T + x[:, 1])
+        return (1 - u) * z + u * torch.tanh((r * z) @ state.T + x[:, 2])
+
+    return Map(f, torch.zeros(BATCH, d, dtype=F64), x)
+
+
 # --- linear maps of prescribed spectra ------------------------------------------------------------
 
 
@@ -254,6 +271,7 @@ HARDER: dict[str, Callable[[int], Map]] = {
     "LASSO 50 × 40, correlated": partial(
         sparse_regression, rows=50, unknowns=40, ridge=0.0, correlation=0.7
     ),
+    "GRU cell": partial(gru, d=50, gain=1.5),
 }
 
 

@@ -69,6 +69,24 @@ def test_on_networks_secants_say_as_much_of_w_as_broyden_s_inverse(field):
         assert found < 1.12 * other
 
 
+@pytest.mark.parametrize("refine", [1, 2, 4])
+def test_of_a_gru_cell_w_is_safe_though_the_gradient_of_its_inputs_need_not_be(refine):
+    cases = [Solved("GRU cell", seed, SOLVES["Broyden, 1e-06"]) for seed in range(5006, 5012)]
+
+    def off(gradient):
+        ws = torch.cat([case.errors(gradient)[1].w for case in cases])
+        exact = torch.cat([case.exact for case in cases])
+        return (ws - exact).norm(dim=1) / exact.norm(dim=1)
+
+    found, of_jfb = off(GDEQ(refine=refine)), off(JFB(refine=refine))
+    assert_safe(found, of_jfb)
+    assert found.median() < 0.9 * of_jfb.median()
+    inputs, of_jfb = (
+        torch.cat([case.errors(kind(refine=refine))[0] for case in cases]) for kind in (GDEQ, JFB)
+    )
+    assert (inputs > 2 * of_jfb.clamp(min=0.5)).any()  # what docs/gradient-quality.md warns of
+
+
 @pytest.mark.parametrize("solve", SOLVES)
 def test_the_record_s_error_is_rarely_half_of_the_true_one(solve):
     ratios = []

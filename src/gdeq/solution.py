@@ -92,6 +92,10 @@ class BackwardRecord:
     no ``sensitivity``: if f has a broad range of slow modes, the true error can then be ten times
     the estimate.
 
+    ``loss.backward()`` measures the residual.  After `torch.autograd.grad` of some inputs, which
+    does not come to z, it is the solver's own: where rounding is all that is left, the true one can
+    be several times as large after `GMRES`.
+
     In a step under `gdeq.capture`, the tensors hold the values of the last replay.
 
     Examples:
