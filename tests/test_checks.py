@@ -228,6 +228,17 @@ def test_no_false_alarm_of_a_hidden_z(change, gradient, batch):
     assert calls.index(0, 1) - (len(calls) - calls.index(0, 1)) == 2
 
 
+@pytest.mark.parametrize("gradient", [*USES_SLOPE, JFB()], ids=lambda each: type(each).__name__)
+def test_a_layer_within_a_checkpoint(gradient):
+    """What the first call alone checks leaves no trace in its graph."""
+    x, found = torch.randn(6, D, dtype=F64, requires_grad=True), []
+    deq = gdeq.DEQ(Cell(D), FEW, gradient)
+    for _ in range(2):
+        z = checkpoint(deq, x, use_reentrant=False)
+        found.append(torch.autograd.grad(z.square().sum(), x))
+    assert_same(*found)
+
+
 def test_a_cell_that_leaves_autograd_off():
     deq = gdeq.DEQ(Detached(lambda cell, z, x: (torch.set_grad_enabled(False), cell(z, x))[1]), FEW)
     with torch.enable_grad(), pytest.warns(gdeq.DetachedCellWarning):
@@ -372,6 +383,18 @@ def test_a_start_where_f_is_not_a_number_is_told_at_once(tol):
         assert str(only.message).startswith(f"{lost} of 6 samples of this layer failed: f ret")
         assert z[1].eq(0).all()
         deq(x)  # told before
+
+
+def test_training_that_fails_is_told_between_calls_that_converge():
+    class OnlyInTraining(nn.Module):
+        def forward(self, z, x):
+            return (3 if self.training else 0.1) * z + x
+
+    deq, x = gdeq.DEQ(OnlyInTraining(), FEW), torch.randn(6, 4, dtype=F64)
+    with pytest.warns(ConvergenceWarning, match=r"last 12 calls in training mode: 0 of 6") as told:
+        for call in range(40):
+            deq.train(call % 8 < 5)(x)
+    assert len(told) == 1
 
 
 class OnDevice:

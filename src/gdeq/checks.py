@@ -168,6 +168,7 @@ def _with_gradients(state: State) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
+@torch.no_grad()  # z of an unrolled solve has a graph
 def examine(
     f: StateMap, z: State, cell: object, tol: float, follows: bool = True
 ) -> Warning | None:
@@ -193,7 +194,7 @@ def examine(
     for leaf, other in zip(here, beside, strict=True):
         offset = 0.1 * (1 + leaf.square().mean().sqrt())
         other[moved] = (0.5 * leaf.roll(1, 0) + offset)[moved]
-    with torch.no_grad(), _unnoticed(space.device, modules) as buffers:
+    with _unnoticed(space.device, modules) as buffers:
         first = space.join(f.leaves(here))
         changes = _difference(first, space.join(f.leaves(beside)), still)
         if changes <= limit:
