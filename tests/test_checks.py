@@ -76,7 +76,10 @@ UNSTEADY = {
         r"\(part.parametrizations.weight\) takes a step .* gdeq.spectral_norm",
     ),
     "buffer": (Wrapped(counts), "Wrapped changes its buffer seen"),
-    "python": (lambda z, x: torch.tanh(0.5 * z + x * random.random()), "keep something"),
+    "python": (
+        lambda z, x: torch.tanh(0.5 * z + x * random.random()),
+        "keep something .*or to draw random numbers by other means",
+    ),
 }
 COUPLED = {
     "pairs": lambda z, x: torch.tanh(0.4 * z.view(-1, 2, D).flip(1).reshape(z.shape) + x),
@@ -365,6 +368,15 @@ def test_most_samples_failing_is_told_once():
         fine.warns = warns
         for _ in range(24):
             fine(x)
+
+
+def test_a_first_call_of_nothing_but_nan_does_not_stand_for_all():
+    deq, x = gdeq.DEQ(lambda z, x: torch.tanh(0.5 * z.mean(0) + x), FEW), torch.randn(6, 4)
+    with pytest.warns(ConvergenceWarning, match="6 of 6 samples of this layer failed"):
+        deq(torch.nan * x)
+    with pytest.warns(CoupledSamplesWarning):
+        deq(x)
+    deq(x)
 
 
 @pytest.mark.parametrize("tol", [1e-3, 0.0])

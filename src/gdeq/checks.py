@@ -102,6 +102,11 @@ DRAWS = (
     "and recurrent layers to 0; draw noise outside the cell"
 )
 
+KEEPS = (
+    "It seems to keep something from one evaluation to the next, or to draw random numbers by "
+    "other means than PyTorch's"
+)
+
 
 def modules_of(cell: object) -> list[nn.Module]:
     """The modules that a cell is known to use: itself, its owner, or what a function refers to."""
@@ -211,7 +216,7 @@ def examine(
             return DetachedCellWarning(DETACHED.format(cell=name, by=changes))
         told = COUPLED.format(cell=name, by=changes)
         return CoupledSamplesWarning(told) if space.batch > 1 else None
-    why = moving[0] if moving else "It seems to keep something from one evaluation to the next"
+    why = moving[0] if moving else KEEPS
     if draws:  # the innermost part that does comes first
         why = DRAWS.format(who=draws[0])
     return UnsteadyCellWarning(UNSTEADY.format(cell=name, by=unsteady, why=why))

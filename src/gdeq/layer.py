@@ -221,7 +221,8 @@ class DEQ(nn.Module):
                 leaves = pytree.tree_leaves(solution.z)
                 if values_are_there(leaves):
                     self._look_at_convergence(solution, solver)
-                    if watched is not None:
+                    # Where f is NaN for all samples there is nothing to see: a later call looks.
+                    if watched and bool(solution.codes.ne(Status.NONFINITE_START).any()):
                         self._examined.add(kind)
                         again = self._examine(watched, solution.z, leaves, solver.tol)
         if watched is not None:
