@@ -76,7 +76,10 @@ UNSTEADY = {
         r"\(part.parametrizations.weight\) takes a step .* gdeq.spectral_norm",
     ),
     "buffer": (Wrapped(counts), "Wrapped changes its buffer seen"),
-    "python": (lambda z, x: torch.tanh(0.5 * z + x * random.random()), "keep something"),
+    "python": (
+        lambda z, x: torch.tanh(0.5 * z + x * random.random()),
+        "keep something .*or to draw random numbers by other means",
+    ),
 }
 COUPLED = {
     "pairs": lambda z, x: torch.tanh(0.4 * z.view(-1, 2, D).flip(1).reshape(z.shape) + x),
@@ -228,6 +231,17 @@ def test_no_false_alarm_of_a_hidden_z(change, gradient, batch):
     assert calls.index(0, 1) - (len(calls) - calls.index(0, 1)) == 2
 
 
+@pytest.mark.parametrize("gradient", [*USES_SLOPE, JFB()], ids=lambda each: type(each).__name__)
+def test_a_layer_within_a_checkpoint(gradient):
+    """What the first call alone checks leaves no trace in its graph."""
+    x, found = torch.randn(6, D, dtype=F64, requires_grad=True), []
+    deq = gdeq.DEQ(Cell(D), FEW, gradient)
+    for _ in range(2):
+        z = checkpoint(deq, x, use_reentrant=False)
+        found.append(torch.autograd.grad(z.square().sum(), x))
+    assert_same(*found)
+
+
 def test_a_cell_that_leaves_autograd_off():
     deq = gdeq.DEQ(Detached(lambda cell, z, x: (torch.set_grad_enabled(False), cell(z, x))[1]), FEW)
     with torch.enable_grad(), pytest.warns(gdeq.DetachedCellWarning):
@@ -356,6 +370,15 @@ def test_most_samples_failing_is_told_once():
             fine(x)
 
 
+def test_a_first_call_of_nothing_but_nan_does_not_stand_for_all():
+    deq, x = gdeq.DEQ(lambda z, x: torch.tanh(0.5 * z.mean(0) + x), FEW), torch.randn(6, 4)
+    with pytest.warns(ConvergenceWarning, match="6 of 6 samples of this layer failed"):
+        deq(torch.nan * x)
+    with pytest.warns(CoupledSamplesWarning):
+        deq(x)
+    deq(x)
+
+
 @pytest.mark.parametrize("tol", [1e-3, 0.0])
 def test_a_start_where_f_is_not_a_number_is_told_at_once(tol):
     x = torch.randn(6, 4, dtype=F64)
@@ -372,6 +395,19 @@ def test_a_start_where_f_is_not_a_number_is_told_at_once(tol):
         assert str(only.message).startswith(f"{lost} of 6 samples of this layer failed: f ret")
         assert z[1].eq(0).all()
         deq(x)  # told before
+
+
+def test_training_that_fails_is_told_between_calls_that_converge():
+    class OnlyInTraining(nn.Module):
+        def forward(self, z, x):
+            return (3 if self.training else 1e-6) * z + x
+
+    deq, x = gdeq.DEQ(OnlyInTraining(), Broyden(1, 1e-3)), torch.randn(6, 4, dtype=F64)
+    for _ in range(11):
+        deq.train()(x)
+        deq.eval()(x)
+    with pytest.warns(ConvergenceWarning, match=r"last 12 calls in training mode: 0 of 6"):
+        deq.train()(x)
 
 
 class OnDevice:

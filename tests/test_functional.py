@@ -54,6 +54,13 @@ def rows(at):  # many backward passes as one, of a graph that was made without a
     return vmap(lambda v: torch.autograd.grad(z, weight, v)[0])(basis)
 
 
+def second_rows(at):  # the same of gradients that have a graph
+    weight = WEIGHT.clone().requires_grad_()
+    (made,) = torch.autograd.grad(loss(at(weight, X)), weight, create_graph=True)
+    basis = torch.eye(made.numel(), dtype=made.dtype).view(-1, *made.shape)
+    return vmap(lambda v: torch.autograd.grad(made, weight, v)[0])(basis)
+
+
 def mixed(at):  # a backward pass around a transform
     weight = WEIGHT.clone().requires_grad_()
     inner = grad(lambda x: loss(at(weight, x)))(X)
@@ -102,6 +109,10 @@ SECOND = {
     "Hessian-vector product": lambda at: jvp(
         grad(lambda w: loss(at(w, X))), (WEIGHT,), (DIRECTION,)
     )[1],
+    "Hessian, vectorize": lambda at: torch.autograd.functional.hessian(
+        lambda w: loss(at(w, X)), WEIGHT, vectorize=True
+    ),
+    "second rows by vmap": second_rows,
 }
 
 

@@ -470,6 +470,15 @@ def test_steady_replaces_what_changes(device):
     assert gdeq.steady(cell) == []
 
 
+def test_steady_replaces_a_part_that_is_used_twice():
+    dropout, norm = nn.Dropout(0.5), nn.BatchNorm1d(4)
+    cell = nn.Sequential(dropout, norm, nn.Sequential(dropout, norm), nn.Linear(4, 4), dropout)
+    assert len(gdeq.steady(cell)) == 5
+    assert gdeq.steady(cell) == []
+    assert cell[0] is not cell[4]  # each place has a mask of its own
+    assert cell[1].weight is cell[2][1].weight
+
+
 def test_steady_says_what_it_cannot_replace():
     cell = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1)
     done = gdeq.steady(cell)

@@ -102,6 +102,11 @@ DRAWS = (
     "and recurrent layers to 0; draw noise outside the cell"
 )
 
+KEEPS = (
+    "It seems to keep something from one evaluation to the next, or to draw random numbers by "
+    "other means than PyTorch's"
+)
+
 
 def modules_of(cell: object) -> list[nn.Module]:
     """The modules that a cell is known to use: itself, its owner, or what a function refers to."""
@@ -168,6 +173,7 @@ def _with_gradients(state: State) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
+@torch.no_grad()  # z of an unrolled solve has a graph
 def examine(
     f: StateMap, z: State, cell: object, tol: float, follows: bool = True
 ) -> Warning | None:
@@ -193,7 +199,7 @@ def examine(
     for leaf, other in zip(here, beside, strict=True):
         offset = 0.1 * (1 + leaf.square().mean().sqrt())
         other[moved] = (0.5 * leaf.roll(1, 0) + offset)[moved]
-    with torch.no_grad(), _unnoticed(space.device, modules) as buffers:
+    with _unnoticed(space.device, modules) as buffers:
         first = space.join(f.leaves(here))
         changes = _difference(first, space.join(f.leaves(beside)), still)
         if changes <= limit:
@@ -210,7 +216,7 @@ def examine(
             return DetachedCellWarning(DETACHED.format(cell=name, by=changes))
         told = COUPLED.format(cell=name, by=changes)
         return CoupledSamplesWarning(told) if space.batch > 1 else None
-    why = moving[0] if moving else "It seems to keep something from one evaluation to the next"
+    why = moving[0] if moving else KEEPS
     if draws:  # the innermost part that does comes first
         why = DRAWS.format(who=draws[0])
     return UnsteadyCellWarning(UNSTEADY.format(cell=name, by=unsteady, why=why))

@@ -331,9 +331,8 @@ class Link:
         unseen = without_values(v)
         with blind(unseen), torch.no_grad() if vjp.usable else contextlib.nullcontext():
             made = self.engine.adjoint(self.gradient, v, vjp, self.found)
-        if unseen:
-            return made.w
-        self.found.solution.record.write(self.gradient, made.report)
+        if not unseen:
+            self.found.solution.record.write(self.gradient, made.report)
         if vjp.usable:
             self.of_pass, self.adjoint = this_pass(), made
             # A pass that was asked for some gradients alone may never come to the input node.

@@ -274,7 +274,7 @@ def steady(module: nn.Module) -> list[str]:
     done = []
     for path, owner in list(module.named_modules()):
         at = f"{path}." if path else ""
-        for name, part in list(owner.named_children()):
+        for name, part in list(owner._modules.items()):  # also one that is used twice
             new = _replacement(part)
             if new is not None:
                 setattr(owner, name, new.train(part.training))

@@ -114,7 +114,7 @@ class DEQ(nn.Module):
         check_flag(self, "batched")
         self._default: Solver | None = SOLVER if solver is SOLVER else None
         self._learn_anew()
-        self._calls = self._failures = 0
+        self._calls, self._failures = [0, 0], [0, 0]  # in evaluation and in training
         self._lost = False  # whether samples that failed at the start were told
         self._of_thread = threading.local()
 
@@ -221,7 +221,8 @@ class DEQ(nn.Module):
                 leaves = pytree.tree_leaves(solution.z)
                 if values_are_there(leaves):
                     self._look_at_convergence(solution, solver)
-                    if watched is not None:
+                    # Where f is NaN for all samples there is nothing to see: a later call looks.
+                    if watched and bool(solution.codes.ne(Status.NONFINITE_START).any()):
                         self._examined.add(kind)
                         again = self._examine(watched, solution.z, leaves, solver.tol)
         if watched is not None:
@@ -301,11 +302,12 @@ class DEQ(nn.Module):
         """Tell once of samples that fail; a look waits for the device, so looks are rare."""
         if not self.warns:
             return
-        self._calls += 1
-        looks = solver.tol > 0 and self._calls % LOOK_EVERY == 0
+        mode = self.training  # a test that converges says nothing of training
+        self._calls[mode] += 1
+        looks = solver.tol > 0 and self._calls[mode] % LOOK_EVERY == 0
         free = look_is_free(solution.codes.device)
-        seeks = not self._lost and (looks or self._calls == 1 or free)
-        looks = looks and self._failures < LOOKS
+        seeks = not self._lost and (looks or self._calls[mode] == 1 or free)
+        looks = looks and max(self._failures) < LOOKS
         if not (seeks or looks):
             return
         codes, total = solution.codes.cpu(), len(solution.codes)  # the one wait
@@ -318,12 +320,13 @@ class DEQ(nn.Module):
         if not looks:
             return
         missed = codes[codes.ne(Status.CONVERGED)]
-        self._failures = self._failures + 1 if 2 * len(missed) > total else 0
-        if self._failures == LOOKS:
+        self._failures[mode] = self._failures[mode] + 1 if 2 * len(missed) > total else 0
+        if self._failures[mode] == LOOKS:
             warnings.warn(
                 f"most samples of this layer have not converged in its last {LOOK_EVERY * LOOKS} "
-                f"calls: {total - len(missed)} of {total} did in this one. The most frequent "
-                f"status: {Status(int(missed.mode().values))}. For more, print(deq.solution)",
+                f"calls in {'training' if mode else 'eval'} mode: {total - len(missed)} of {total} "
+                f"did in this one. The most frequent status: {Status(int(missed.mode().values))}. "
+                "For more, print(deq.solution)",
                 ConvergenceWarning,
                 stacklevel=1,
             )

@@ -14,14 +14,16 @@ before the input node, because it is connected to it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gdeq.engine import THIRD, Evaluation, Found, Link, Product, VectorAdjoint, this_pass
+from gdeq.context import row_by_row
+from gdeq.engine import THIRD, Adjoint, Evaluation, Found, Link, Product, VectorAdjoint, this_pass
 from gdeq.gradients import Gradient, Implicit
 from gdeq.solution import BackwardRecord
 from gdeq.state import State, StateMap, StateSpace, full_precision
@@ -51,22 +53,34 @@ def attach_twice(f: StateMap, found: Found, gradient: Implicit) -> State:
 @dataclass
 class _TwiceLink(Link):
     second_pass: int = -1  # a backward pass that differentiates a gradient
+    # What this pass made of v: one, or one for each row of a pass that `torch.autograd` batches.
+    rows: list[Adjoint] = field(default_factory=list)
 
     def cotangents(self, v: list[Tensor], vjp: Product) -> list[Tensor]:
+        before = self.rows if self.awaiting else []
         w = super().cotangents(v, vjp)
+        self.rows = [*before, self.adjoint] if self.adjoint else []
         return self._differentiable(v, vjp) if torch.is_grad_enabled() else w
 
     def input_gradients(self, products: Sequence[Tensor]) -> list[Tensor | None]:
         if self.second_pass != this_pass():
             return super().input_gradients(products)
-        space = self.found.space
-        flat = space.join(products)
-        if isinstance(self.awaiting, VectorAdjoint):
-            # The sum holds the Jᵀw of a first pass too.  Take it out; what is left of
-            # v − w + Jᵀw is the residual of w, whose share makes up for what w lacks.
-            flat = flat + self.awaiting.shortfall()
-            self.forget()
-        return list(space.split(flat, space.dtypes))
+        space, rows = self.found.space, itertools.cycle(self.rows if self.awaiting else [None])
+        self.forget()
+
+        def continued(products: list[Tensor]) -> Sequence[Tensor]:
+            flat = space.join(products)
+            if isinstance(made := next(rows), VectorAdjoint):
+                # The sum holds the Jᵀw of a first pass too.  Take it out; what is left of
+                # v − w + Jᵀw is the residual of w, whose share makes up for what w lacks.
+                flat = flat + made.shortfall()
+            return space.split(flat, space.dtypes)
+
+        return list(row_by_row(continued, list(products)))
+
+    def forget(self) -> None:
+        super().forget()
+        self.rows = []
 
     def _differentiable(self, v: list[Tensor], vjp: Product) -> list[Tensor]:
         """The w of this pass, with derivatives in v and all that J depends on.

@@ -127,10 +127,19 @@ def read(place: Path, limit: int) -> bytes:
 def json_object(text: bytes | str) -> dict[str, Any] | None:
     """The object in a JSON text; None if there is none."""
     try:
-        found = json.loads(text)
+        found = _encodable(json.loads(text))
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _encodable(found: Any) -> Any:
+    """The same; raises `ValueError` for half of a character, which no file can hold."""
+    try:
+        json.dumps(found, ensure_ascii=False, default=str, skipkeys=True).encode()
+    except UnicodeEncodeError as problem:
+        raise ValueError("half of a character, a lone surrogate") from problem
+    return found
 
 
 class _Plain(yaml.SafeLoader):
@@ -165,7 +174,7 @@ def load_yaml(text: str | bytes) -> Any:
     if len(text) > TEXT:
         raise FileError(f"is longer than {TEXT:,} bytes")
     try:
-        return yaml.load(text, _Plain)
+        return _encodable(yaml.load(text, _Plain))
     except NO_YAML as problem:
         raise FileError(f"is not valid YAML: {shown(str(problem))}") from problem
 

@@ -289,6 +289,17 @@ def test_a_config_that_is_not_the_runs_is_restored(
     assert_same_run(stopped, reference)
 
 
+def test_an_edited_config_of_a_finished_run_is_told(reference, few_images, gdeq, tmp_path):
+    run = tmp_path / "finished"
+    shutil.copytree(reference, run)
+    assert "config.yaml" not in gdeq.ok("train", "--resume", run)
+    edited = (run / "config.yaml").read_text().replace("epochs: 2", "epochs: 40")
+    (run / "config.yaml").write_text(edited)
+    said = gdeq.ok("train", "--resume", run)
+    assert "warning: config.yaml says something else (epochs: 2 -> 40); it is not used" in said
+    assert (run / "config.yaml").read_text() == edited
+
+
 @pytest.mark.parametrize("said_of_it", ["is empty or cut short", "is not complete"])
 def test_a_config_that_nothing_can_restore(stopped, few_images, gdeq, said_of_it):
     shutil.rmtree(stopped / "checkpoints")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -248,6 +249,27 @@ def test_a_report_on_hostile_files(gdeq, tmp_path, name, content):
     assert code in (0, 1)
     assert "Traceback" not in said
     assert "\x1b" not in said
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json", "metrics.jsonl"])
+def test_a_report_on_half_of_a_character(gdeq, tmp_path, reference, name):
+    """Also in the name of the folder, which need not be UTF-8."""
+    run = tmp_path / "run\udcff"
+    shutil.copytree(reference, run)
+    text = (run / name).read_text()
+    changes = {
+        "config.yaml": lambda text: text.replace("task: images", 'task: "\\ud800"'),
+        "summary.json": lambda text: text.replace('"gradient": "', '"gradient": "\\ud800'),
+        "metrics.jsonl": lambda text: text + '{"kind": "\\ud800"}\n',
+    }
+    changed = changes[name](text)
+    assert changed != text
+    (run / name).write_text(changed)
+    if name == "config.yaml":
+        assert "is not valid YAML: half of a char" in gdeq.refused("report", run, "--out", tmp_path)
+        return
+    gdeq.ok("report", run, "--out", tmp_path / "page")
+    assert b"run\\udcff" in (tmp_path / "page/report.html").read_bytes()
 
 
 def test_csv_cells_are_no_formulas(tmp_path):

@@ -55,10 +55,12 @@ def write(runs: Sequence[Path], out: Path, title: str | None = None) -> Path:
     images: dict[str, str] = {}
     for figure in figures:
         contents[f"figures/{figure.name}.png"], svg = draw(figure, chosen)
-        contents[f"figures/{figure.name}.csv"] = csv_text(*figure.csv_lines()).encode()
+        contents[f"figures/{figure.name}.csv"] = csv_text(*figure.csv_lines()).encode(
+            errors="backslashreplace"
+        )
         # As the source of an image nothing is fetched, and no script in it would run.
         images[figure.name] = f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"
-    contents["runs.csv"] = runs_csv(rows).encode()
+    contents["runs.csv"] = runs_csv(rows).encode(errors="backslashreplace")
     contents[page.name] = _render(
         title=title or f"DEQ training on {_each(run.task for run in read)}",
         verdict=verdict(rows),
@@ -67,7 +69,7 @@ def write(runs: Sequence[Path], out: Path, title: str | None = None) -> Path:
         sections=sections,
         looks=chosen,
         images=images,
-    ).encode()
+    ).encode(errors="backslashreplace")  # of a name that is not UTF-8, or made up
     save(page.parent, contents)
     return page
 

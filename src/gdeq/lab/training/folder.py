@@ -168,16 +168,23 @@ class RunFolder:
 
     def restore_config(self, config: Config, tell: Callable[[str], None]) -> None:
         """Put config.yaml right where it does not say what the run is made with."""
-        found = self._readable()
-        if found == config:
+        wrong = self.wrong(config)
+        if not wrong:
             return
-        if not isinstance(found, str):
-            found = f"says something else ({', '.join(configs.differences(config, found))})"
         tell(
-            f"warning: config.yaml {found}; it was restored from the checkpoint.  To change a "
+            f"warning: config.yaml {wrong}; it was restored from the checkpoint.  To change a "
             f"setting, write `gdeq train --resume {self.path} key=value`"
         )
         self.write_config(config)
+
+    def wrong(self, config: Config) -> str:
+        """What is wrong with config.yaml, which should say this; nothing if it does."""
+        found = self._readable()
+        if isinstance(found, str):
+            return found
+        if found == config:
+            return ""
+        return f"says something else ({', '.join(configs.differences(config, found))})"
 
     def _readable(self) -> Config | str:
         """The configuration in config.yaml, or what is wrong with it."""

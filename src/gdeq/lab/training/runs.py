@@ -410,8 +410,10 @@ def _state(path: Path, wanted: Config) -> str:
 
 
 def _finished(run: RunFolder, summary: dict[str, Any], config: Config) -> str:
-    unused = ", ".join(configs.differences(run.config(), config))
+    made = run.config()
+    unused, wrong = ", ".join(configs.differences(made, config)), run.wrong(made)
     ignored = f"\nnot used, as no step is left: {unused}" if unused else ""
+    ignored += f"\nwarning: config.yaml {wrong}; it is not used" if wrong else ""
     return (
         f"{run.path} is already finished: {count(summary['epochs'], 'epoch')}, test "
         f"{run.tested(summary)}; nothing is changed.  To train it for longer, raise epochs: "
