@@ -350,6 +350,7 @@ def peer(args: Any, report: Report) -> None:
     ways: list[tuple[str, str, Any]] = [
         ("deepinv", f"Picard {most}, Picard {most}", {"DEQ": DEQConfig(max_iter_backward=most)}),
         ("gdeq", both, refined),
+        ("gdeq", f"{both}, thrice the steps", refined),
         ("deepinv", "Anderson 20, Picard 50", example),
         ("deepinv", "Picard 20, Picard 20", twenty),
         ("gdeq", f"{both}, as it is", refined),
@@ -369,7 +370,8 @@ def peer(args: Any, report: Report) -> None:
         if library == "deepinv's PGD in gdeq":
             layer = from_deepinv(layer, solver, refined)
         fast = library == "gdeq" and not name.endswith("as it is")
-        row = trained_and_tested(task, layer, inputs, f, args.train, args.images, fast=fast)
+        count = args.train * (3 if name.endswith("thrice the steps") else 1)
+        row = trained_and_tested(task, layer, inputs, f, count, args.images, fast=fast)
         found.append({"library": library, "way": name, **row})
         report(str(found[-1]))
     report.table(found)

@@ -15,6 +15,7 @@ g* is known, that is, where GMRES ends with a residual below 0.1.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Iterator
@@ -79,6 +80,7 @@ class Bench:
         learner = self.learner
         learner.config = self.config(row)
         learner.recordings = Recordings(learner.config.graph and bool(self.gpus), False)
+        gc.collect()  # the last row's recordings
         if self.gpus:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
