@@ -108,6 +108,16 @@ def test_places_are_relative():
     assert not torch.allclose(products[3, 0], products[0, 3])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_places_are_exact_in_half_precision(dtype):
+    turns, wanted = (
+        model(memory=600, width=16).to(kind).context(text()).turns
+        for kind in (dtype, torch.float64)
+    )
+    for half, double in zip(turns, wanted, strict=True):
+        assert (half.double() - double).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("memory", [0, 4])
 def test_gradients_are_those_of_the_equilibrium(memory):
     """Beside finite differences, through memory, masks and tied embeddings."""

@@ -212,7 +212,8 @@ class Transformer(nn.Module):
         if self.training and self.attention:  # a token always sees itself
             drawn = torch.rand(len(tokens), 1, *visible.shape, device=tokens.device)
             visible = visible & ((drawn > self.attention) | (place == place[kept:, None]))
-        turns = turns_of(place.to(memory.dtype), memory.shape[3] // self.heads)
+        wide = torch.promote_types(memory.dtype, torch.float32)  # bf16 knows no place above 256
+        turns = turns_of(place.to(wide), memory.shape[3] // self.heads)
         before = (turns[0][:kept], turns[1][:kept])
         looks: list[Any] = [block.look for block in self.cell.blocks]
         past = tuple(
