@@ -118,6 +118,14 @@ def test_a_folder_without_pictures_is_named(tmp_path):
     assert read_folder(tmp_path)[0].shape == (4, 6)
 
 
+@pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
+def test_a_picture_of_more_than_8_bits_is_refused(tmp_path, kind):
+    """Pillow makes white of everything above 255."""
+    Image.fromarray(np.full((4, 6), 1000, kind)).save(tmp_path / "deep.tif")
+    with pytest.raises(DataError, match="more than 8 bits a pixel"):
+        read_folder(tmp_path)
+
+
 @pytest.mark.parametrize("edge", [9000, 20_000])
 def test_a_picture_that_claims_to_be_huge_is_refused_before_it_is_read(tmp_path, edge):
     path = tmp_path / "huge.png"

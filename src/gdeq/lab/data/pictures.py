@@ -90,6 +90,8 @@ def read_grey(path: Path) -> Pixels:  # (h, w)
     with reading(path), path.open("rb") as file:
         try:
             with Image.open(file, formats=FORMATS) as image:
+                if image.mode[0] in "IF":  # Pillow would cut their numbers off at 255
+                    raise DataError(f"{path} has more than 8 bits a pixel: save it with 8")
                 if image.width * image.height <= MOST:  # known before it is unpacked
                     return np.asarray(image.convert("L"))
         except Image.DecompressionBombError:  # more still
