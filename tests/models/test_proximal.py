@@ -56,15 +56,17 @@ def test_nearest_solves_its_normal_equations(name, size):
     torch.testing.assert_close(A.adjoint(A(x) - y) + (x - v) / 0.7, torch.zeros_like(x))
 
 
-def test_a_blur_is_a_convolution_with_images_that_go_on():
-    kernel, x = torch.rand(5, 5), torch.randn(2, 1, 9, 12)
-    around = pad(x, (2, 2, 2, 2), mode="circular")
+@pytest.mark.parametrize("shape", [(5, 5), (1, 7)])
+def test_a_blur_is_a_convolution_with_images_that_go_on(shape):
+    kernel, x = torch.rand(shape), torch.randn(2, 1, 9, 12)
+    down, right = (edge // 2 for edge in shape)
+    around = pad(x, (right, right, down, down), mode="circular")
     wanted = conv2d(around, kernel.flip(0, 1)[None, None])
     torch.testing.assert_close(Blur(spread_of(kernel, (9, 12)))(x), wanted)
 
 
 def test_a_kernel_must_fit():
-    with pytest.raises(ValueError, match="a kernel of 27 pixels does not fit"):
+    with pytest.raises(ValueError, match="a kernel of 27 × 27 pixels does not fit"):
         spread_of(torch.ones(27, 27), (16, 32))
 
 

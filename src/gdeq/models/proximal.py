@@ -90,7 +90,7 @@ class Blur(Operator):
         return self.transfer.abs().square()
 
 
-def spread_of(kernel: Tensor, size: tuple[int, int]) -> Tensor:  # (..., k, k) -> (..., h, w)
+def spread_of(kernel: Tensor, size: tuple[int, int]) -> Tensor:  # (..., j, k) -> (..., h, w)
     """A kernel in an image of this size, with its middle at pixel (0, 0), as `Blur` takes it.
 
     Examples:
@@ -99,12 +99,13 @@ def spread_of(kernel: Tensor, size: tuple[int, int]) -> Tensor:  # (..., k, k) -
         >>> spread_of(torch.ones(3, 3), (4, 4))[0]
         tensor([1., 1., 0., 1.])
     """
-    height, width = size
-    k = kernel.shape[-1]
-    if k > min(size):
-        raise ValueError(f"a kernel of {k} pixels does not fit into images of {height} × {width}")
-    whole = pad(kernel, (0, width - k, 0, height - k))
-    return whole.roll((-(k // 2), -(k // 2)), (-2, -1))
+    (height, width), (j, k) = size, kernel.shape[-2:]
+    if j > height or k > width:
+        raise ValueError(
+            f"a kernel of {j} × {k} pixels does not fit into images of {height} × {width}"
+        )
+    whole = pad(kernel, (0, width - k, 0, height - j))
+    return whole.roll((-(j // 2), -(k // 2)), (-2, -1))
 
 
 class Frequencies(Operator):
