@@ -22,7 +22,9 @@ from gdeq.lab.tasks.language import (
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import process, runs
 from gdeq.lab.training.folder import read_metrics
+from gdeq.lab.training.learner import Learner
 from gdeq.lab.training.metrics import Sums
+from gdeq.lab.training.similarity import METHODS, Problem
 
 TINY = [
     *("epochs=2", "batch_size=4", "window=8", "memory=8", "test_rows=2", "log_every=5"),
@@ -79,6 +81,8 @@ def test_each_epoch_begins_at_another_place_of_the_text():
         ((_, later),) = list(made.epoch(epoch, start=3))  # taken up at its last batch
         assert later[0].equal(x[-3:])
         assert later[1].equal((x[-3:] + 1) % 100)
+    epochs = [made.epoch(epoch) for epoch in range(4)]  # also side by side
+    assert [int(next(batches)[1][0][0, 0]) for batches in epochs] == starts
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7])
@@ -188,6 +192,15 @@ def test_interrupted_it_is_the_same_to_the_bit(tmp_path, monkeypatch):
     assert whole["memory"].any()
     for name, value in whole.items():
         assert torch.equal(value, half[name]), name
+
+
+def test_gradients_are_compared_with_each_weight_counted_once():
+    """The keys of the memory, an input of f, come from a matrix of f."""
+    learner = Learner(config(), process.Process(torch.device("cpu")), None)
+    learner.model.eval()
+    batch = next(learner.train_batches.epoch())[1]
+    found = Problem(learner, batch).gradient(Picard(max_iter=4), METHODS["JFB"], 1.0)
+    assert len(found.gradient) == sum(p.numel() for p in learner.model.parameters()) - 256
 
 
 def test_tests_in_between_change_nothing(tmp_path):

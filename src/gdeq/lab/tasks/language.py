@@ -274,8 +274,8 @@ class Windows(Batches):
     def epoch(self, epoch: int = 0, start: int = 0) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         first = torch.randint(len(self.text), (), generator=generator(self.seed, epoch))
         turned = self.text.roll(-int(first)) if epoch else self.text
-        self.tensors = in_rows(turned, self.batch_size, self.window)
-        return super().epoch(epoch, start)
+        windows = in_rows(turned, self.batch_size, self.window)
+        return Batches(windows, self.batch_size, shuffle=False).epoch(epoch, start)
 
 
 @torch.no_grad()

@@ -200,7 +200,8 @@ class Problem:
         solution = self.solution
         taken = which if isinstance(which, Tensor) else solution.residual <= which
         loss = torch.where(taken, losses, 0.0).sum() / taken.sum().clamp(min=1)
-        parts = [*self.deq.parameters(), *_upstream(self.model, inputs[0])]
+        # Each once: a weight of the cell may also make an input, as the keys of a memory.
+        parts = dict.fromkeys([*self.deq.parameters(), *_upstream(self.model, inputs[0])])
         self.model.zero_grad(set_to_none=True)
         loss.backward()  # not autograd.grad: the pass down to z measures the residual
         flat = torch.cat([p.grad.double().flatten() for p in parts if p.grad is not None])
