@@ -93,7 +93,7 @@ class Bench:
         compiled.load_state_dict(learner.task.model().state_dict())
         learner.task.reasoner = compiled  # type: ignore[attr-defined]
         if compiled.carry is not None:
-            compiled.carry.halted.fill_(True)
+            compiled.carry.age.zero_()
         for kept in learner.optimizer.state.values():
             for value in kept.values():
                 value.zero_()

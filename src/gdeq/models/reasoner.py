@@ -108,8 +108,11 @@ class Carry(NamedTuple):
     """
 
     z: Tensor  # (b, 81, width)
-    age: Tensor  # (b,) segments spent on the puzzle
-    halted: Tensor  # (b,) bool
+    age: Tensor  # (b,) segments spent on the puzzle; 0: halted
+
+    @property
+    def halted(self) -> Tensor:  # (b,) bool
+        return self.age == 0
 
 
 class Reasoner(nn.Module):
@@ -167,16 +170,16 @@ class Reasoner(nn.Module):
         """Where each place goes on; changed in place, for steps that are recorded."""
         if self.carry is None or self.carry.z.shape != fresh.shape:
             age = torch.zeros(len(fresh), dtype=torch.long, device=fresh.device)
-            self.carry = Carry(fresh.detach().clone(), age, torch.ones_like(age, dtype=torch.bool))
-        z, age, halted = self.carry
-        age.masked_fill_(halted, 0).add_(self.segments)
-        return torch.where(halted[:, None, None], fresh, z)
+            self.carry = Carry(fresh.detach().clone(), age)
+        z = torch.where(self.carry.halted[:, None, None], fresh, self.carry.z)
+        self.carry.age.add_(self.segments)
+        return z
 
     @torch.no_grad()
     def halt(self, solved: Tensor) -> None:
         """After a training step with `patience`: these are done, and those that had their time."""
         assert self.carry is not None
-        self.carry.halted.copy_(solved | (self.carry.age >= self.patience))
+        self.carry.age.masked_fill_(solved | (self.carry.age >= self.patience), 0)
 
     def start(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """A random state for each cell."""

@@ -9,10 +9,12 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "data"))
 from sudoku_grids import grids, table
 
-from gdeq.lab.tasks.sudoku import right_cells
+from gdeq.lab.tasks.sudoku import Puzzles, right_cells
 from gdeq.lab.training import config as configs
-from gdeq.lab.training import runs
+from gdeq.lab.training import recordings, runs
 from gdeq.lab.training.folder import read_metrics
+from gdeq.lab.training.learner import Learner
+from gdeq.lab.training.process import Process
 
 TINY = [
     *("epochs=1", "batch_size=16", "revealed=[0,2]", "test_puzzles=12", "log_every=1"),
@@ -68,6 +70,54 @@ def test_it_learns_with_a_carried_state(folder, tmp_path):
     told = trained(tmp_path / "run", config(folder, "epochs=12", "model.width=24", *more))
     assert told[-1]["test_loss"] < 1.5
     assert told[-1]["train_loss"] < told[0]["train_loss"]
+
+
+CARRIED = ["epochs=2", "model.mix=mixing", "model.segments=1", "model.patience=3"]
+
+
+def test_interrupted_with_a_carried_state_it_is_the_same_to_the_bit(folder, tmp_path, monkeypatch):
+    """In the middle of an epoch: the same puzzles stay, and go on from where they were."""
+    wanted = config(folder, *CARRIED, "checkpoint_seconds=0")
+    runs.train(tmp_path / "whole", wanted)
+    steps = []
+
+    def stopped(self, model):
+        steps.append(model.training)
+        if sum(steps) == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Puzzles, "advance", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(tmp_path / "half", wanted)
+    monkeypatch.undo()
+    runs.resume(tmp_path / "half")
+    whole, half = (runs.trained(tmp_path / name).model for name in ("whole", "half"))
+    for mine, theirs in zip(half.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+class Recorded:
+    """In place of a captured step."""
+
+    reason, recording_seconds = None, 0.0
+
+    def __init__(self, work):
+        self.graph, self.work = None, work
+
+    def __call__(self, *inputs):
+        self.graph = self.work(*inputs) or self.work
+
+
+def test_rehearsals_leave_the_carried_state_as_it_was(folder, monkeypatch):
+    monkeypatch.setattr(recordings, "Captured", lambda work, *_options: Recorded(work))
+    made = {}
+    for enabled in (False, True):
+        learner = Learner(config(folder, *CARRIED), Process(torch.device("cpu")), None)
+        learner.recordings.enabled = enabled
+        for _, batch in learner.train_batches.epoch():
+            learner.one_step(*batch)
+        made[enabled] = [*learner.model.parameters(), *learner.task.state()]
+    assert all(map(torch.equal, made[False], made[True]))
 
 
 def test_resumed_it_is_the_same(folder, tmp_path):

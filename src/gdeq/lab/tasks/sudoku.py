@@ -161,12 +161,28 @@ class Puzzles(Task[SudokuConfig]):
             self.reasoner.halt(right_cells(output, targets[0]).all(1))
         return super().loss(output, *targets)
 
+    def state(self) -> list[Tensor]:
+        """The puzzles that stay in the batch, and how far each is."""
+        if not self.config.model.patience:
+            return []
+        return [*(self.reasoner.carry or ()), *(self.batches.kept or ())]
+
+    def restore(self, state: list[Tensor]) -> None:
+        from gdeq.models.reasoner import Carry  # noqa: PLC0415
+
+        if state and self.config.model.patience:
+            z, age, *kept = (tensor.to(self.device) for tensor in state)
+            self.reasoner.carry, self.batches.kept = Carry(z, age), tuple(kept)
+
     def train_batches(self, size: int, plain: bool = False) -> SudokuBatches:
         symmetries = self.config.symmetries and not plain
         options: dict[str, Any] = {"seed": self.config.seed, "symmetries": symmetries}
         if self.config.model.patience and not plain:
             options["free"] = lambda: self.reasoner.carry and self.reasoner.carry.halted
-        return self._batches(self.data.train, size, revealed=self.revealed, **options)
+        made = self._batches(self.data.train, size, revealed=self.revealed, **options)
+        if not plain:
+            self.batches = made
+        return made
 
     def test_batches(self, size: int) -> SudokuBatches:
         return self._batches(self.data.test, size, shuffle=False, drop_last=False)

@@ -101,6 +101,13 @@ class Task(ABC, Generic[C]):
     def advance(self, model: Any) -> None:
         """Called after each batch of a training or a test, for a model that keeps something."""
 
+    def state(self) -> list[Tensor]:
+        """What else a training step leaves for the next one, in this process; for a resume."""
+        return []
+
+    def restore(self, state: list[Tensor]) -> None:
+        """Take over what `state` gave, on any device."""
+
     def train_batches(self, size: int, plain: bool = False) -> Batches:
         """plain: without random changes to the samples, if the task makes any."""
         return Batches(self.data.train, size, seed=self.config.seed, **self.share())

@@ -113,6 +113,7 @@ class Learner:
         yield from self.model.parameters()
         yield from self.model.buffers()
         yield self.sums.values
+        yield from self.task.state()
         for kept in self.optimizer.state.values():
             yield from (value for value in kept.values() if isinstance(value, Tensor))
 

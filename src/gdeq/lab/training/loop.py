@@ -55,6 +55,7 @@ class Trainer(Learner):
             "averaged": self.average.state_dict() if self.average else None,
             "optimizer": self.optimizer.state_dict(),
             "adapt": self.controller.state() if self.controller else None,
+            "task": [self.process.gather(tensor) for tensor in self.task.state()],
             "records": self.records.state(),
             **self.process.random_state(),
             "metrics_size": self.run.size(),
@@ -88,6 +89,9 @@ class Trainer(Learner):
         optim.restore_moments(self.optimizer, state["optimizer"])
         if self.controller is not None and state["adapt"] is not None:
             self.controller.restore(state["adapt"], self.step / self.total)
+        kept = state.get("task", [])  # one row a process
+        if all(len(rows) == self.process.world_size for rows in kept):
+            self.task.restore([rows[self.process.rank] for rows in kept])
         self.process.restore_random_state(state)
 
     def save(self) -> None:
