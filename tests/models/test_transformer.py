@@ -96,6 +96,12 @@ def test_training_has_a_memory_of_its_own():
         made(tokens[:2])
 
 
+def test_a_model_that_has_read_can_move():
+    made, tokens = model(), text()
+    there = by_segments(made, tokens)
+    assert (by_segments(made.float(), tokens) - there).abs().max() < 1e-4
+
+
 def test_places_are_relative():
     """Turned by rotary places, products of queries and keys know the distance alone."""
     places = torch.arange(9.0, dtype=torch.float64)

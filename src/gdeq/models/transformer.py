@@ -177,6 +177,10 @@ class Transformer(nn.Module):
                 kept.zero_()
         return super().train(mode)
 
+    def _apply(self, *how: Any, **options: Any) -> Transformer:
+        self.recent = None  # it stays behind when the model moves to another device or dtype
+        return super()._apply(*how, **options)
+
     def forward(self, tokens: Tensor, z0: Tensor | None = None) -> Tensor:
         """z0: where the solve starts; zeros if not given.  Its result is ``deq.solution.z``."""
         x, context = self.inject(tokens), self.context(tokens)
