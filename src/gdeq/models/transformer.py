@@ -115,7 +115,11 @@ class Transformer(nn.Module):
     """Tokens (b, t) to logits of the next ones (b, t, symbols).
 
     Calls continue each other's texts, row by row, once `advance` was called in between.  In
-    training that memory is a buffer and part of the model's state.  `eval` begins new texts.
+    training that memory is a buffer and part of the model's state.  `eval` begins new texts, as a
+    call in eval mode with another number of rows does.
+
+    With ``Picard(tol=0)``, no token sees a later one; with another solver or a tolerance, it does
+    only by the error of the solve.
 
     rows: texts that are read side by side in training.
     memory: tokens before a segment that are attended to.

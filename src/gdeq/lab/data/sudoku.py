@@ -60,7 +60,7 @@ class Pools(NamedTuple):
 class Sudoku(Recipe[Pools]):
     """The fields are what the tests make smaller.
 
-    validation, test: puzzles held out, at least.
+    validation, test: puzzles held out, about.
     """
 
     md5: Mapping[str, str] = field(default_factory=lambda: MD5)
@@ -149,7 +149,7 @@ def units() -> NDArray[np.int64]:  # -> (27, 9)
 
 
 def split(minimal: Grids, hardest: Grids, validation: int, test: int) -> Pools:
-    """At least so many puzzles for validation and for the test, whole kinds of solutions each."""
+    """About so many puzzles for validation and for the test, whole kinds of solutions each."""
     kinds = signatures(np.concatenate([minimal.solutions, hardest.solutions]))
     own, forbidden = kinds[: len(minimal.solutions)], kinds[len(minimal.solutions) :]
     random = np.random.RandomState(0)  # its stream is frozen by NumPy's policy
