@@ -122,10 +122,10 @@ class Reasoner(nn.Module):
 
     mix: how cells hear of each other, "attention" or "mixing".
     noise: in training, the first segment starts from noise of this size; otherwise from zeros.
-    patience: in training, a puzzle stays for at most so many segments, ``segments`` of them in a
-        step; the caller shows the same puzzle again until ``carry.halted``, and tells by `halt`
-        which are solved.  In a test all of them follow.  0: each step begins with new puzzles, and
-        a test has ``segments``.
+    patience: in training, a puzzle stays for so many segments at most, ``segments`` of them in a
+        step and so rounded up to whole steps; the caller shows the same puzzle again until
+        ``carry.halted``, and tells by `halt` which are solved.  In a test all of them follow.  0:
+        each step begins with new puzzles, and a test has ``segments``.
     """
 
     carry: Carry | None = None
