@@ -5,11 +5,16 @@ import shutil
 import signal
 
 import pytest
+import torch
 from training_runs import assert_same_run, metrics, run_all, steps_seen, wait_until
 
+from gdeq import Picard
 from gdeq.lab.tasks import registry
 from gdeq.lab.training import config as configs
+from gdeq.lab.training import learner
 from gdeq.lab.training.folder import RunFolder
+from gdeq.lab.training.process import Process
+from gdeq.lab.training.similarity import METHODS, Problem
 
 MY_TASK = '''
 """Points on two circles: which one, by a small DEQ."""
@@ -162,6 +167,31 @@ def test_budgets_adapt_and_averages_and_penalties_work(tmp_path, gdeq, my_task):
     changes = [r for r in metrics(tmp_path / "run") if r["kind"] == "adapt"]
     assert changes[-1]["max_iter"] == 3
     assert changes[-1]["residual_weight"] > 0.1
+
+
+def test_the_penalty_is_on_the_f_of_the_last_solve(tmp_path, monkeypatch):
+    """A model that solves twice, and gives its cell an option by name."""
+    path = tmp_path / "twice.py"
+    twice = "z = self.deq(self.read(points))\n        return self.judge(self.deq(z, far=3.0))"
+    changed = MY_TASK.replace("return self.judge(self.deq(self.read(points)))", twice)
+    changed = changed.replace("(self, z, x)", "(self, z, x, far=0.0)").replace("+ x)", "+ x + far)")
+    path.write_text(changed)
+    penalties, penalty = [], learner.residual_penalty
+
+    def watched(f, z):
+        penalties.append(penalty(f, z))
+        return penalties[-1]
+
+    monkeypatch.setattr(learner, "residual_penalty", watched)
+    config = configs.load(str(path), [*SMALL, "residual_weight=1", "solver.tol=1e-5"])
+    made = learner.Learner(config, Process(torch.device("cpu")), None)
+    batch = next(made.train_batches.epoch())[1]
+    made.one_step(*batch)
+    assert penalties[0] < 1e-8  # z is the fixed point of this f
+    made.model.eval()
+    problem = Problem(made, batch)
+    assert problem.gradient(Picard(60), METHODS["JFB"], 1.0).gradient.numel() == 96  # no judge
+    assert problem.radius().max() < 0.02  # where tanh hardly rises
 
 
 def test_two_processes_share_it(tmp_path, zygote, my_task, whole):

@@ -158,11 +158,11 @@ class Learner:
         with contextlib.ExitStack() as opened:
             if self.penalised:  # the penalty is on the f that was solved: same masks and inputs
                 opened.enter_context(hold(self.deq.cell))
-                inputs = opened.enter_context(deq_inputs(model, task))
+                calls = opened.enter_context(deq_inputs(model, task))
             output = self.wrapped(x)
             objective = loss = task.loss(output, *targets)
             if self.penalised:
-                objective = loss + self.penalty_weight * self._penalty(*inputs[0])
+                objective = loss + self.penalty_weight * self._penalty(*calls[-1])
         self.optimizer.zero_grad(set_to_none=True)
         # With the parameters alone there is no pass down to z, which measures the residual.
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -180,10 +180,10 @@ class Learner:
         with torch.no_grad():
             sums.add(loss.detach(), self.task.score(output, *targets), deq.solution)
 
-    def _penalty(self, *inputs: Any) -> Tensor:
+    def _penalty(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
         deq = self.deq
         assert deq.solution is not None
-        return residual_penalty(lambda z: deq.cell(z, *inputs), deq.solution.z)
+        return residual_penalty(lambda z: deq.cell(z, *inputs, **options), deq.solution.z)
 
     # -- the test --------------------------------------------------------------------------------
 
@@ -228,16 +228,21 @@ def measures(config: Config, step: int, least: int = 1) -> bool:
 
 
 @contextlib.contextmanager
-def deq_inputs(model: nn.Module, task: Task[Any]) -> Iterator[list[tuple[Any, ...]]]:
-    """Collect the inputs that the model's DEQ is called with."""
-    seen: list[tuple[Any, ...]] = []
+def deq_inputs(
+    model: nn.Module, task: Task[Any]
+) -> Iterator[list[tuple[tuple[Any, ...], dict[str, Any]]]]:
+    """Collect what the model's DEQ gives its cell beside z, call by call: inputs and options."""
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(_: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        own = ("z0", "solver", "gradient")
+        seen.append((inputs, {name: x for name, x in options.items() if name not in own}))
+
     injector = task.injector(model)
     if injector is None:
-        handle = _deq_of(model, task).register_forward_pre_hook(
-            lambda _, inputs: seen.append(inputs)
-        )
+        handle = _deq_of(model, task).register_forward_pre_hook(note, with_kwargs=True)
     else:
-        handle = injector.register_forward_hook(lambda *call: seen.append((call[-1],)))
+        handle = injector.register_forward_hook(lambda *call: seen.append(((call[-1],), {})))
     try:
         yield seen
     finally:

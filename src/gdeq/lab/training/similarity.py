@@ -195,13 +195,13 @@ class Problem:
 
     def gradient(self, solver: Solver, method: Gradient, which: Tensor | float) -> Found:
         """which: the samples whose loss counts, or how large their forward residual may be."""
-        with deq_inputs(self.model, self.task) as inputs:
+        with deq_inputs(self.model, self.task) as calls:
             losses = self.losses(solver, method)
         solution = self.solution
         taken = which if isinstance(which, Tensor) else solution.residual <= which
         loss = torch.where(taken, losses, 0.0).sum() / taken.sum().clamp(min=1)
         # Each once: a weight of the cell may also make an input, as the keys of a memory.
-        parts = dict.fromkeys([*self.deq.parameters(), *_upstream(self.model, inputs[0])])
+        parts = dict.fromkeys([*self.deq.parameters(), *_upstream(self.model, calls)])
         self.model.zero_grad(set_to_none=True)
         loss.backward()  # not autograd.grad: the pass down to z measures the residual
         flat = torch.cat([p.grad.double().flatten() for p in parts if p.grad is not None])
@@ -228,11 +228,12 @@ class Problem:
     def radius(self) -> Tensor:  # -> (batch,)
         """The spectral radius of ∂f/∂z at the solution of the last call."""
         z, cell = self.solution.z, self.deq.cell
-        with torch.no_grad(), deq_inputs(self.model, self.task) as inputs:
+        with torch.no_grad(), deq_inputs(self.model, self.task) as calls:
             self.model(self.batch[0])
+        inputs, options = calls[-1]
         generator = torch.Generator(self.batch[0].device).manual_seed(0)
         with hold(cell):
-            return spectral_radius(lambda z: cell(z, *inputs[0]), z, POWER_STEPS, generator)
+            return spectral_radius(lambda z: cell(z, *inputs, **options), z, POWER_STEPS, generator)
 
 
 def _upstream(model: nn.Module, inputs: Any) -> list[nn.Parameter]:
