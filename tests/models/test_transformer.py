@@ -102,6 +102,14 @@ def test_a_model_that_has_read_can_move():
     assert (by_segments(made.float(), tokens) - there).abs().max() < 1e-4
 
 
+def test_what_is_read_in_inference_mode_does_not_bind_later_calls():
+    made, tokens = model(), text()
+    with torch.inference_mode():
+        there = by_segments(made, tokens)
+    assert torch.equal(by_segments(made, tokens), there)
+    made.eval()(tokens).sum().backward()
+
+
 def test_places_are_relative():
     """Turned by rotary places, products of queries and keys know the distance alone."""
     places = torch.arange(9.0, dtype=torch.float64)

@@ -253,10 +253,11 @@ class Transformer(nn.Module):
             return self.memory, self.filled
         if self.recent is None or self.recent[0].shape[1] != rows:
             blocks, _, kept, width = self.memory.shape
-            self.recent = (
-                self.memory.new_zeros(blocks, rows, kept, width),
-                self.filled.new_zeros(()),
-            )
+            with torch.inference_mode(False):  # later calls may be outside of it
+                self.recent = (
+                    self.memory.new_zeros(blocks, rows, kept, width),
+                    self.filled.new_zeros(()),
+                )
         return self.recent
 
     def _masks(self, rows: int) -> Masks:
