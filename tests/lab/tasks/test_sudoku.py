@@ -11,7 +11,7 @@ from sudoku_grids import grids, table
 
 from gdeq.lab.tasks.sudoku import Puzzles, right_cells
 from gdeq.lab.training import config as configs
-from gdeq.lab.training import recordings, runs
+from gdeq.lab.training import recordings, runs, similarity
 from gdeq.lab.training.folder import read_metrics
 from gdeq.lab.training.learner import Learner
 from gdeq.lab.training.process import Process
@@ -118,6 +118,18 @@ def test_rehearsals_leave_the_carried_state_as_it_was(folder, monkeypatch):
             learner.one_step(*batch)
         made[enabled] = [*learner.model.parameters(), *learner.task.state()]
     assert all(map(torch.equal, made[False], made[True]))
+
+
+def test_a_sample_counts_as_solved_where_all_its_segments_are(folder, monkeypatch):
+    """In gdeq similarity: the last of three segments converges, and the first does not."""
+    learner = Learner(config(folder, "model.segments=3"), Process(torch.device("cpu")), None)
+    learner.model.eval()
+    batch = next(learner.task.train_batches(8, plain=True).epoch())[1]
+    solved = []
+    for steps in (6, 200):
+        monkeypatch.setattr(similarity, "EQUILIBRIUM_STEPS", steps)
+        solved.append(int(similarity.Problem(learner, batch).truth(1e-4).taken.sum()))
+    assert solved == [0, 8]
 
 
 def test_resumed_it_is_the_same(folder, tmp_path):

@@ -47,15 +47,15 @@ class Sifting(Gradient):
 
     def __init__(self, tol: float, steps: int) -> None:
         self.tol, self.method = tol, exact(tol, steps)
-        self.kept: Tensor | None = None  # (batch,)
+        self.kept: list[Tensor] = []  # (batch,) of each solve in the model
 
     def cotangent(self, v: Tensor, vjp: Vectorized, solution: Solution) -> Cotangent:
         found = self.method.cotangent(v, vjp, solution)
         # Measured, whatever the solver says of itself: one w that is not solved spoils the sum.
         left, size = ((v + vjp(found.w) - found.w).norm(dim=1), v.norm(dim=1))
         residual = torch.where(size > 0, left / size, left)
-        self.kept = residual <= self.tol
-        w = torch.where(self.kept[:, None], found.w, 0.0)
+        self.kept.append(residual <= self.tol)
+        w = torch.where(self.kept[-1][:, None], found.w, 0.0)
         return replace(found, w=w, vjps=found.vjps + 1, residual=residual)
 
 
@@ -195,10 +195,14 @@ class Problem:
 
     def gradient(self, solver: Solver, method: Gradient, which: Tensor | float) -> Found:
         """which: the samples whose loss counts, or how large their forward residual may be."""
-        with deq_inputs(self.model, self.task) as calls:
+        residuals: list[Tensor] = []
+        with (
+            deq_inputs(self.model, self.task) as calls,
+            self.deq.register_forward_hook(lambda *_: residuals.append(self.solution.residual)),
+        ):
             losses = self.losses(solver, method)
-        solution = self.solution
-        taken = which if isinstance(which, Tensor) else solution.residual <= which
+        solution, residual = self.solution, torch.stack(residuals).amax(0)  # worst of all solves
+        taken = which if isinstance(which, Tensor) else residual <= which
         loss = torch.where(taken, losses, 0.0).sum() / taken.sum().clamp(min=1)
         # Each once: a weight of the cell may also make an input, as the keys of a memory.
         parts = dict.fromkeys([*self.deq.parameters(), *_upstream(self.model, calls)])
@@ -209,15 +213,14 @@ class Problem:
         assert solution.record.residual is not None
         backward = torch.where(taken, solution.record.residual, 0.0)
         losses = losses.detach()
-        return Found(flat, losses, taken, solution.residual, backward, solution.record.vjps)
+        return Found(flat, losses, taken, residual, backward, solution.record.vjps)
 
     def truth(self, tol: float) -> Found:
         """The exact gradient at the equilibrium, of samples both of whose solves reach ``tol``."""
         tight = Broyden(max_iter=EQUILIBRIUM_STEPS, tol=EQUILIBRIUM_TOL, stop="whole")
         method = Sifting(tol, ADJOINT_STEPS)
         found = self.gradient(tight, method, tol)
-        assert method.kept is not None
-        good = found.taken & method.kept
+        good = found.taken & torch.stack(method.kept).all(0)
         # The loss was the mean over those taken; it is to be the mean over the good ones.
         share = found.taken.sum() / good.sum().clamp(min=1)
         residual = torch.where(good, found.backward_residual, 0.0)  # NaN is none to be content with
