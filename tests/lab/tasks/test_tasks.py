@@ -89,7 +89,6 @@ def whole(tmp_path_factory, zygote, my_task):
     folder = tmp_path_factory.mktemp("whole")
     said = zygote.ok(folder / "log", "train", my_task, *SMALL, "--out", folder / "run")
     assert "epoch 3/3: test share right 0." in said
-    assert '"test_share_right"' in said
     return folder / "run"
 
 
