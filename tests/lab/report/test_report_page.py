@@ -173,6 +173,8 @@ def test_a_task_with_a_metric_of_its_own(tmp_path):
     half = report.table([not_begun, other_task(tmp_path / "half", finished=False)])
     assert "Test bits per character" in half
     assert re.search(r"2\.\d{3}† \(epoch 12 of 12\)", half)
+    with pytest.raises(report.ReportError, match=r"images \(digits\), chars \(half\)"):
+        report.table([make_run(tmp_path / "digits"), tmp_path / "half"])
 
 
 @pytest.mark.parametrize(

@@ -210,6 +210,10 @@ def test_two_processes_share_it(tmp_path, zygote, my_task, whole):
         ("1 +", "cannot be imported: SyntaxError"),
         (MY_TASK + "\nclass Other(Circles): ...", "has Circles, Other"),
         (
+            MY_TASK.replace("def load", "def read").replace("def model", "def net"),
+            "bad.py must define load, model",
+        ),
+        (
             MY_TASK.replace("self.deq", "self.layer"),
             "must have its equilibrium layer, a gdeq.DEQ, as the attribute deq",
         ),
@@ -229,6 +233,17 @@ def test_losses_are_one_per_sample(tmp_path, gdeq, my_task):
     assert path.read_text() != text
     said = gdeq.refused("train", path, *SMALL, "--out", tmp_path / "run")
     assert "one loss per sample, shape (batch,), got ()" in said
+
+
+@pytest.mark.parametrize("wrong", [".mean()", "[:, None]"])
+def test_scores_are_one_per_sample(tmp_path, gdeq, my_task, wrong):
+    path = tmp_path / "scores.py"
+    text = my_task.read_text()
+    right = "(outer > 0.5)).float()"
+    path.write_text(text.replace(right, right + wrong))
+    assert path.read_text() != text
+    said = gdeq.refused("train", path, *SMALL, "--out", tmp_path / "run")
+    assert "score() must return one score per sample, shape (batch,), got (" in said
 
 
 def test_a_task_that_is_not_there(tmp_path, gdeq):

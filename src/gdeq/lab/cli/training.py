@@ -131,7 +131,8 @@ def evaluate(
     """Test a finished run.
 
     Prints its metric, loss and residual.  If f has an equilibrium, more solver steps than in
-    training lower the residual and leave the metric unchanged.
+    training lower the residual and leave the metric unchanged.  A solve ends before, where it meets
+    the run's solver.tol; then --steps changes nothing.
     """
     from gdeq.lab.training import runs
     from gdeq.lab.training.folder import RunFolder

@@ -160,7 +160,7 @@ def _baseline(row: Row, rows: list[Row]) -> Row | None:
 
 
 def metric_of(rows: Sequence[Row]) -> Metric:
-    """What the columns are called, from a run that tells; tasks are not meant to share a table."""
+    """What the columns are called, from a run that tells."""
     runs = [run for row in rows for run in row.runs]
     return max(runs, key=lambda run: (run.finished, len(run.epochs))).metric
 

@@ -96,7 +96,7 @@ class Similarity:
             "Cosine, median": each("cosine", ".4f", median),
             "least": each("cosine", ".4f", min),
             "Relative error, median": each("relative_error", ".3f", median),
-            "Adjoint residual, median": each("adjoint_residual", ".3f", median),
+            "Backward residual, median": each("adjoint_residual", ".3f", median),
             "Spectral radius, most": each("spectral_radius_max", ".3f", max),
             "Exact residual, most": each("exact_residual", ".1e", max),
         }

@@ -73,5 +73,7 @@ def _from_file(path: Path) -> type[Task[Any]]:
     if len(own) != 1:
         found = ", ".join(task.__name__ for task in own) or "none"
         raise ConfigError(f"{path} must define one subclass of gdeq.lab.tasks.Task, has {found}")
+    if missing := ", ".join(sorted(own[0].__abstractmethods__)):
+        raise ConfigError(f"{own[0].__name__} in {path} must define {missing}")
     own[0].name = str(path)
     return own[0]

@@ -50,6 +50,15 @@ class Data(NamedTuple):
     test: tuple[Tensor, ...]
 
 
+def per_sample(values: Tensor, rule: str) -> Tensor:  # (batch,)
+    if values.dim() != 1:
+        raise ConfigError(
+            f"{rule} per sample, shape (batch,), got {tuple(values.shape)}; leave out .mean() "
+            "(reduction='none')"
+        )
+    return values
+
+
 class Task(ABC, Generic[C]):
     """Base of all tasks.  Override `load`, `model` and `losses`; the rest has defaults.
 
@@ -86,13 +95,7 @@ class Task(ABC, Generic[C]):
 
     def loss(self, output: Any, *targets: Tensor) -> Tensor:  # -> ()
         """What a training step minimises."""
-        losses = self.losses(output, *targets)
-        if losses.dim() != 1:
-            raise ConfigError(
-                "losses() must return one loss per sample, shape (batch,), got "
-                f"{tuple(losses.shape)}; leave out .mean() (reduction='none')"
-            )
-        return losses.mean()
+        return per_sample(self.losses(output, *targets), "losses() must return one loss").mean()
 
     def score(self, output: Any, *targets: Tensor) -> Tensor:  # -> (batch,)
         """Each sample's part of the metric."""

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gdeq import DEQ, Measured, Unrolled, hold, residual_penalty
 from gdeq.context import eager
 from gdeq.lab.tasks import registry
-from gdeq.lab.tasks.task import Task
+from gdeq.lab.tasks.task import Task, per_sample
 from gdeq.lab.training import optimization as optim
 from gdeq.lab.training.adapting import Controller, beginning
 from gdeq.lab.training.config import Config, ConfigError
@@ -178,7 +178,8 @@ class Learner:
     ) -> None:
         assert deq.solution is not None
         with torch.no_grad():
-            sums.add(loss.detach(), self.task.score(output, *targets), deq.solution)
+            scores = per_sample(self.task.score(output, *targets), "score() must return one score")
+            sums.add(loss.detach(), scores, deq.solution)
 
     def _penalty(self, inputs: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
         deq = self.deq
