@@ -267,7 +267,7 @@ def test_a_solver_for_training_one_for_evaluation_and_one_for_a_call(device):
     assert evals(solver=Picard(4, 0.0), gradient=JFB()) == 5
     deq.eval_solver = None
     assert evals() == 3
-    with pytest.raises(TypeError, match="solver must be a solver"):
+    with pytest.raises(TypeError, match="eval_solver must be a solver"):
         gdeq.DEQ(Cell(), eval_solver=3)
     # Where no gradient is computed, any solver goes with any gradient.
     reuse = gdeq.DEQ(Cell().to(device), gradient=GDEQ(), eval_solver=Picard()).eval()

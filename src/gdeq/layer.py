@@ -105,7 +105,7 @@ class DEQ(nn.Module):
             raise TypeError(f"cell must be a module or function cell(z, x), got {describe(cell)}")
         check_pair(solver, gradient)
         if eval_solver is not None:
-            check_solver(eval_solver)
+            check_solver(eval_solver, name="eval_solver")
         self.cell = cell
         self.solver = solver
         self.gradient = gradient

@@ -99,10 +99,10 @@ class Solver:
         return None
 
 
-def check_solver(solver: object, *, linear: bool = False) -> Solver:
+def check_solver(solver: object, *, name: str = "solver", linear: bool = False) -> Solver:
     """Raise where this cannot solve for a fixed point; ``linear``: for that of an affine map."""
     if not isinstance(solver, Solver):
-        raise TypeError(f"solver must be a solver such as gdeq.Broyden(), got {describe(solver)}")
+        raise TypeError(f"{name} must be a solver such as gdeq.Broyden(), got {describe(solver)}")
     if solver.linear_only and not linear:
         raise ValueError(
             f"{type(solver).__name__} solves linear systems only; use it as "

@@ -8,7 +8,7 @@ from PIL import Image
 from gdeq.lab.tasks.imaging import Imaging, gaussian, sampled
 from gdeq.lab.training import config as configs
 from gdeq.lab.training import runs
-from gdeq.lab.training.folder import read_metrics
+from gdeq.lab.training.folder import RunError, read_metrics
 from gdeq.lab.training.process import Process
 
 TINY = [
@@ -85,6 +85,8 @@ def test_resumed_it_is_the_same(folder, tmp_path):
     steady = ["optimizer.schedule=constant", "optimizer.warmup=0"]
     trained(tmp_path / "whole", config(folder, "epochs=2", *steady))
     trained(tmp_path / "half", config(folder, *steady))
+    with pytest.raises(RunError, match="test cannot change"):  # what it holds out would be seen
+        runs.resume(tmp_path / "half", overrides=["test=validation"])
     runs.resume(tmp_path / "half", overrides=["epochs=2"])
     whole, half = (runs.trained(tmp_path / name).model for name in ("whole", "half"))
     for mine, theirs in zip(half.parameters(), whole.parameters(), strict=True):

@@ -1,5 +1,6 @@
 """Damaged, hostile and missing checkpoints; metrics that were cut off; a full disk."""
 
+import errno
 import hashlib
 import io
 import json
@@ -20,6 +21,7 @@ from gdeq.lab import files
 from gdeq.lab.tasks.images import Images
 from gdeq.lab.training import checkpoint, folder, loop, runs
 from gdeq.lab.training import config as configs
+from gdeq.lab.training.stopping import unwritten
 
 
 @pytest.fixture
@@ -493,6 +495,12 @@ FULL = [
     "weights.safetensors",
     "summary.json",
 ]
+
+
+def test_a_pipe_that_was_closed_is_not_the_fault_of_the_folder(tmp_path):
+    """As of ``gdeq train | head``."""
+    said = str(unwritten(BrokenPipeError(errno.EPIPE, "Broken pipe"), tmp_path))
+    assert said.startswith("could not write to standard output: Broken pipe; no checkpoint was")
 
 
 @pytest.mark.parametrize("victim", FULL)

@@ -68,7 +68,7 @@ class ImagingConfig(Config):
     model: RestorerConfig = field(default_factory=RestorerConfig)
     fixed: ClassVar = (
         *Config.fixed,
-        *("data", "kind", "model.method", "model.width", "model.scales", "model.blocks"),
+        *("data", "test", "kind", "model.method", "model.width", "model.scales", "model.blocks"),
     )
 
     def __post_init__(self) -> None:

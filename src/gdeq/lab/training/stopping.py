@@ -73,8 +73,9 @@ def check_finite(loss: float, step: int, run: Path) -> None:
 def unwritten(problem: OSError, run: Path) -> TrainingError:
     """A file could not be written."""
     full = " The disk is full: free some space." * (problem.errno == errno.ENOSPC)
+    place = "standard output" if problem.errno == errno.EPIPE else run
     return TrainingError(
-        f"could not write to {run}: {problem.strerror or problem};{full} {kept(run)}; continue "
+        f"could not write to {place}: {problem.strerror or problem};{full} {kept(run)}; continue "
         f"with `gdeq train --resume {run}`"
     )
 
