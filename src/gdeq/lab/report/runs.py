@@ -141,11 +141,16 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     runs = [read_run(path) for path in once.values()]  # messages name the path as it was given
     for path, run in zip(once, runs, strict=True):
         run.path, run.name = path, _distinct_name(path, list(once))
-    # Old runs name no task: all of them were of images.
-    tasks = {Path(str(run.config.get("task", "images"))).name: run.name for run in runs}
-    if len(tasks) > 1:
-        told = ", ".join(f"{task} ({name})" for task, name in tasks.items())
-        raise ReportError(f"runs of different tasks share no table: {told}; report each task alone")
+    of: dict[str, str] = {}
+    for run in runs:
+        # Old runs name no task: all of them were of images.
+        data = f" on {run.config['data']}" if run.config.get("data") else ""
+        of[Path(str(run.config.get("task", "images"))).name + data] = run.name
+    if len(of) > 1:
+        told = ", ".join(f"{task} ({name})" for task, name in of.items())
+        raise ReportError(
+            f"runs of different tasks or data share no table: {told}; report each alone"
+        )
     return runs
 
 
