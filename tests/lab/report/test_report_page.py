@@ -175,7 +175,7 @@ def test_a_task_with_a_metric_of_its_own(tmp_path):
     assert re.search(r"2\.\d{3}† \(epoch 12 of 12\)", half)
     with pytest.raises(report.ReportError, match=r"images on digits \(digits\), chars \(half\)"):
         report.table([make_run(tmp_path / "digits"), tmp_path / "half"])
-    with pytest.raises(report.ReportError, match="images on digits .*, images on cifar10"):
+    with pytest.raises(report.ReportError, match=r"images on digits .*, images on cifar10"):
         report.table([tmp_path / "digits", make_run(tmp_path / "large", data="cifar10")])
 
 
