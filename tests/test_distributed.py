@@ -60,7 +60,12 @@ class Model(nn.Module):
             self.spare = nn.Linear(2, 2, dtype=F64)
 
     def forward(self, x):
-        z = self.deq(self.encoder(x))
+        h, cell = self.encoder(x), self.deq.cell
+        if self.form == "function":
+            deq, zero = self.deq, torch.zeros_like(h)
+            self.found = gdeq.fixed_point(lambda z: cell(z, h), zero, deq.solver, deq.gradient)
+            return self.head(self.found.z)
+        z = self.deq(h)
         if self.form == "twice":
             z = z + self.deq(z)
         return self.head(z)
@@ -103,11 +108,12 @@ SHARDED = {
     "GMRES": (gdeq.Anderson(max_iter=40, tol=1e-9), gdeq.Implicit(double_backward=False)),
     "GDEQ-tolerance": (SOLVER, gdeq.GDEQ(tolerance=1e-8, max_refine=20)),
     "line search": (gdeq.Broyden(max_iter=40, tol=1e-3, line_search=2), gdeq.JFB()),
+    "function": (SOLVER, gdeq.Implicit(gdeq.Broyden(max_iter=40, tol=1e-12))),
 }
 
 
 def build_sharded(name):
-    model, x, y = build("GDEQ", "once")
+    model, x, y = build("GDEQ", "function" if name == "function" else "once")
     model.deq.solver, model.deq.gradient = SHARDED[name]
     x[3:] = 10 * x[3:]  # all samples of the second process are done before the first's
     return model, x, y
@@ -125,7 +131,7 @@ def sharded(rank, name):
         model.zero_grad()
         loss_of(model, x[rows], y[rows]).backward()
     found = {key: g.full_tensor() for key, g in gradients(model).items() if "cell" in key}
-    return found, model.deq.solution.steps
+    return found, (model.deq.solution or model.found).steps
 
 
 def work(rank, folder):

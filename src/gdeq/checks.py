@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from gdeq.context import eager
+from gdeq.context import eager, modules_of
 from gdeq.operators import safe_norms
 from gdeq.state import State, StateMap
 
@@ -106,31 +104,6 @@ KEEPS = (
     "It seems to keep something from one evaluation to the next, or to draw random numbers by "
     "other means than PyTorch's"
 )
-
-
-def modules_of(cell: object) -> list[nn.Module]:
-    """The modules that a cell is known to use: itself, its owner, or what a function refers to."""
-    if isinstance(cell, functools.partial):
-        return [m for part in (cell.func, *cell.args) for m in modules_of(part)]
-    owner = getattr(cell, "__self__", cell)
-    if isinstance(owner, nn.Module):
-        return [owner]
-    try:
-        seen = inspect.getclosurevars(owner)  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # no function, or one whose variables are not there yet
-        return []
-    named = (*seen.nonlocals.values(), *seen.globals.values())
-    return [value for value in named if isinstance(value, nn.Module)]
-
-
-def process_groups(cell: object) -> tuple[Any, ...]:
-    """Those over which a parameter of the cell is sharded now, as by `fully_shard`."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    if kind is None:
-        return ()
-    weights = (weight for module in modules_of(cell) for weight in module.parameters())
-    meshes = (weight.device_mesh for weight in weights if isinstance(weight, kind))
-    return next((tuple(mesh.get_all_groups()) for mesh in meshes), ())
 
 
 class Watched:

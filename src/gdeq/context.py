@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -79,6 +80,33 @@ def hidden() -> Iterator[None]:
 def blind(wanted: bool = True) -> contextlib.AbstractContextManager[None]:
     """While this is open, nobody in this thread looks at values, on a CPU neither."""
     return _while_open("blind", wanted or here.blind)
+
+
+def modules_of(cell: object) -> list[nn.Module]:
+    """The modules that a cell is known to use: itself, its owner, or what a function refers to."""
+    if isinstance(cell, functools.partial):
+        return [m for part in (cell.func, *cell.args) for m in modules_of(part)]
+    owner = getattr(cell, "__self__", cell)
+    if isinstance(owner, nn.Module):
+        return [owner]
+    try:
+        seen = inspect.getclosurevars(owner)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # no function, or one whose variables are not there yet
+        return []
+    named = (*seen.nonlocals.values(), *seen.globals.values())
+    return [value for value in named if isinstance(value, nn.Module)]
+
+
+def process_groups(cell: object) -> tuple[Any, ...]:
+    """Those over which a parameter of the cell is sharded now, as by `fully_shard`."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return ()
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is None:
+        return ()
+    weights = (weight for module in modules_of(cell) for weight in module.parameters())
+    meshes = (weight.device_mesh for weight in weights if isinstance(weight, kind))
+    return next((tuple(mesh.get_all_groups()) for mesh in meshes), ())
 
 
 def together(groups: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:

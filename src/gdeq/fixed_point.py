@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from gdeq import functional
-from gdeq.context import blind, is_exporting, is_transformed, uncompiled, without_values
+from gdeq.context import (
+    blind,
+    is_exporting,
+    is_transformed,
+    process_groups,
+    together,
+    uncompiled,
+    without_values,
+)
 from gdeq.engine import REFERENCE, Engine, Found, attach, choose
 from gdeq.gradients import DEFAULT, Gradient, Implicit, Unrolled
 from gdeq.loop import Measure
@@ -55,7 +63,8 @@ def fixed_point(
         >>> f"{z:.4f} {slope:.4f}"
         '0.7391 0.5975'
     """
-    z, solution = find(f, z0, solver, gradient)
+    with together(process_groups(f)):
+        z, solution = find(f, z0, solver, gradient)
     return replace(solution, z=z)
 
 
@@ -74,7 +83,7 @@ def solve(f: Callable[[State], State], z0: State, solver: Solver | None = None) 
         (True, '0.739')
     """
     solver = Broyden() if solver is None else check_solver(solver)
-    with _on_state(f, z0) as on_state:
+    with together(process_groups(f)), _on_state(f, z0) as on_state:
         return _solver_of(on_state)(on_state, z0, solver, None).solution
 
 
@@ -101,7 +110,8 @@ def trajectory(
         >>> [z.item() for z in states]
         [1.0, 1.5, 1.75]
     """
-    return find_all(f, z0, solver, gradient, at)[0]
+    with together(process_groups(f)):
+        return find_all(f, z0, solver, gradient, at)[0]
 
 
 def find(

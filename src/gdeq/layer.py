@@ -21,12 +21,12 @@ from gdeq.checks import (
     UnsteadyCellWarning,
     Watched,
     examine,
-    process_groups,
 )
 from gdeq.context import (
     hold_all,
     is_traced,
     look_is_free,
+    process_groups,
     together,
     uncompiled,
     values_are_there,
@@ -205,8 +205,7 @@ class DEQ(nn.Module):
         kind = self._kind(z0, gradient) if examine and not is_traced() else None
         watched = None if kind is None or kind in self._examined else Watched(f)
         f = watched or f
-        distributed = torch.distributed
-        if not self._groups and distributed.is_available() and distributed.is_initialized():
+        if not self._groups:
             self._groups = process_groups(self.cell)
         if solver is not None and solver is self._default:
             precision = StateMap(StateSpace(z0), f).precision
