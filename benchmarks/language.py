@@ -265,7 +265,7 @@ def draw(run: Path) -> Any:
     )
     for anchor, name in ((57.1, "DEQ-TrellisNet, 24 M"),):
         left.axhline(anchor, color=COLORS["JFB"], linewidth=0.8, linestyle="--")
-        left.text(0, anchor * 0.97, name, va="top", fontsize=8)
+        left.text(ends[-1]["epoch"], anchor * 0.97, name, ha="right", va="top", fontsize=8)
     left.set(title="perplexity", xlabel="epoch", ylim=(30, 1000))
     left.legend()
     right.plot(at, [record["residual"] for record in steps], color=COLORS["GDEQ"])

@@ -241,7 +241,7 @@ class Controller:
         for name, ladder in (("forward", self.forward), ("backward", self.backward)):
             ladder.tighten(done)
             ladder.restore(state[name])
-        # At least what the configuration asks for now, which may be more than it did.
+        # Never below what the configuration asks for, which a resume may have raised.
         weight = state["residual_weight"]
         self.penalty.weight = min(max(weight, self.penalty.base), self.penalty.most)
         self.penalty.calm = state["residual_calm"]
